@@ -1,0 +1,67 @@
+# The commands of the project; `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXPERIMENT ?= smollm2_cpu
+ARGS ?=
+PORT ?= 5000
+MIN_FREE_GIB ?= 6
+RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
+
+.PHONY: help env distill preflight bench test test-fast lint lock mlflow-ui clean
+
+help: ## List the commands
+	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@echo; echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
+
+env: $(STAMP) ## Make .venv with the pinned packages, when it is missing or the pins changed
+
+# The stamp is written last, so an install that was cut short is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here; install Python 3.11 or newer, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old; Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian, Ubuntu: apt install python3-venv)" >&2; exit 2; }
+	@$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free / 2**30; sys.exit(f"error: {free:.1f} GiB free here, $(MIN_FREE_GIB) are needed for the packages and artifacts") if free < $(MIN_FREE_GIB) else None' || exit 2
+	@rm -f $(STAMP)
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing the packages into $(VENV) (some minutes the first time)"
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+distill: $(STAMP) ## Make, measure and export a draft: every stage of EXPERIMENT (smollm2_cpu)
+	@$(RUN) $(ARGS)
+
+preflight: $(STAMP) ## Measure what speculation can gain on this machine, before any training
+	@$(RUN) 'stages=[preflight]' $(ARGS)
+
+bench: $(STAMP) ## Measure the speed of a draft that `make distill` made
+	@$(RUN) 'stages=[bench]' $(ARGS)
+
+test: lint ## Check the code and run all tests but those for a GPU or vLLM
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not vllm" $(ARGS)
+
+test-fast: $(STAMP) ## Run the tests that take seconds
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
+
+lint: $(STAMP) ## Check style, types and the direction of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+lock: $(STAMP) ## Write constraints.txt from the packages in .venv
+	@{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > .constraints.new
+	@mv .constraints.new constraints.txt
+
+mlflow-ui: $(STAMP) ## Look at the runs in a browser, on PORT (5000)
+	@$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --port $(PORT)
+
+clean: ## Remove unfinished work and caches; finished artifacts stay
+	@rm -rf artifacts/*/*.incomplete artifacts/*/*.lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build

@@ -1,0 +1,129 @@
+"""What a training run leaves on disk, written so that a kill at any moment leaves something to resume from.
+
+    <output_dir>/call.json                   what is being trained, to refuse another call's folder
+    <output_dir>/checkpoints/checkpoint-N/   the trainer's state and progress.json; only the newest is kept
+    <output_dir>/best-N/                     the best draft so far, a plain Hugging Face folder (safetensors)
+    <output_dir>/result.json                 written last: the run is complete
+"""
+
+import copy
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint. `curve` holds (step, held-out acceptance rate)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    num_supervised_tokens: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """(step, acceptance) of the best evaluation, the earliest of equals."""
+        return max(self.curve, key=lambda point: point[1]) if self.curve else None
+
+
+class CheckpointStore:
+    """The folder of one training run. Everything appears by rename, whole."""
+
+    def __init__(self, output_dir: Path, call: dict[str, Any]) -> None:
+        self.output_dir = output_dir
+        self.checkpoint_dir = output_dir / "checkpoints"
+        self.incoming_dir = self.checkpoint_dir / "incoming"
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self._claim(json.loads(json.dumps(call)))
+        shutil.rmtree(self.incoming_dir, ignore_errors=True)
+
+    def _claim(self, call: dict[str, Any]) -> None:
+        path = self.output_dir / "call.json"
+        if not path.exists():
+            _write_json(path, call)
+            return
+        before = json.loads(path.read_text())
+        if before != call:
+            changed = sorted(name for name in {**before, **call} if before.get(name) != call.get(name))
+            raise ValueError(
+                f"output_dir={self.output_dir} holds a training with other {', '.join(changed)}: delete the folder to train "
+                "anew, or choose another"
+            )
+
+    def latest(self) -> tuple[Path, Progress] | None:
+        """The newest whole checkpoint and its progress, or None."""
+        found = [path for path in self.checkpoint_dir.glob("checkpoint-*") if (path / "progress.json").exists()]
+        if not found:
+            return None
+        path = max(found, key=_step_of)
+        values = json.loads((path / "progress.json").read_text())
+        values["curve"] = [(step, acceptance) for step, acceptance in values["curve"]]
+        return path, Progress(**values)
+
+    def publish(self, progress: Progress) -> None:
+        """Make the checkpoint that the trainer wrote to `incoming_dir` the current one and drop what it replaces."""
+        name = f"checkpoint-{progress.step}"
+        _write_json(self.incoming_dir / name / "progress.json", asdict(progress))
+        shutil.rmtree(self.checkpoint_dir / name, ignore_errors=True)
+        (self.incoming_dir / name).rename(self.checkpoint_dir / name)
+        for old in self.checkpoint_dir.glob("checkpoint-*"):
+            if old.name != name:
+                shutil.rmtree(old)
+        # A resumed run may go back to the last checkpoint's best, so older ones go only now.
+        self._prune_best(progress)
+
+    def best_dir(self, step: int) -> Path:
+        """Folder of the draft as it was at `step`."""
+        return self.output_dir / f"best-{step}"
+
+    def save_best(self, model: PreTrainedModel, step: int, dtype: torch.dtype) -> None:
+        """Save the model in `dtype` as the best so far."""
+        incoming = self.output_dir / "best.incoming"
+        shutil.rmtree(incoming, ignore_errors=True)
+        _cast_copy(model, dtype).save_pretrained(incoming)
+        shutil.rmtree(self.best_dir(step), ignore_errors=True)
+        incoming.rename(self.best_dir(step))
+
+    def result(self) -> dict[str, Any] | None:
+        """What `finish` wrote, or None while the run is not complete."""
+        path = self.output_dir / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def finish(self, progress: Progress) -> None:
+        """Mark the run complete; only the best draft and the result stay."""
+        _write_json(self.output_dir / "result.json", asdict(progress))
+        self._prune_best(progress)
+        shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
+
+    def _prune_best(self, progress: Progress) -> None:
+        assert progress.best is not None
+        for path in self.output_dir.glob("best-*"):
+            if path != self.best_dir(progress.best[0]):
+                shutil.rmtree(path)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rsplit("-", 1)[1])
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    incoming = path.with_suffix(".incoming")
+    incoming.write_text(json.dumps(value, indent=2) + "\n")
+    incoming.replace(path)
+
+
+def _cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in another dtype, for saving: its config then states the dtype of the weights beside it."""
+    state = {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        shell: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    shell.load_state_dict(state, assign=True)
+    shell.tie_weights()
+    shell.generation_config = model.generation_config
+    return shell

@@ -1,0 +1,90 @@
+"""What a benchmark compares: backend x draft x gamma x temperature x batch size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from eval.config import PLAIN_BACKENDS, BenchConfig
+from eval.teacher_forcing import Draft
+from specdec_runtime.backends.base import Backend
+from specdec_runtime.backends.hf_assisted import HFAssisted
+from specdec_runtime.backends.hf_generate import HFGenerate
+from specdec_runtime.backends.native import NativeBackend
+from specdec_runtime.config import DecoderConfig
+
+NO_DRAFT = "none"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to decode. Plain decoding has draft `none` and gamma 0."""
+
+    backend: str
+    draft: str
+    gamma: int
+    temperature: float
+    batch: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a baseline."""
+        return self.draft == NO_DRAFT
+
+
+def conditions_at(
+    config: BenchConfig, draft_names: list[str], *, temperature: float, batch: int
+) -> list[Condition]:
+    """All conditions of one temperature and batch size: these are compared with each other, and run in
+    alternation.
+    """
+    plain = [backend for backend in config.backends if backend in PLAIN_BACKENDS]
+    result = [Condition(backend, NO_DRAFT, 0, temperature, batch) for backend in plain]
+    for name in draft_names:
+        gammas = config.gammas
+        if name != "distilled" and config.undistilled_gammas is not None:
+            gammas = config.undistilled_gammas
+        for gamma in gammas:
+            if "native" in config.backends:
+                result.append(Condition("native", name, gamma, temperature, batch))
+            # Transformers' assisted generation has no batches.
+            if "hf_assisted" in config.backends and batch == 1:
+                result.append(Condition("hf_assisted", name, gamma, temperature, batch))
+    return result
+
+
+class BackendFactory:
+    """Makes backends, one per backend, draft, gamma and batch size; temperatures share them."""
+
+    def __init__(self, target: PreTrainedModel, drafts: Mapping[str, Draft], runtime: DecoderConfig) -> None:
+        self.target = target
+        self.drafts = drafts
+        # The benchmark draws its own conclusions about low acceptance, and sets gamma itself.
+        self.runtime = replace(runtime, gamma="fixed", verify_width=None, min_conditional_acceptance=0.0)
+        self._made: dict[tuple[str, str, int, int], Backend] = {}
+
+    def backend_of(self, condition: Condition) -> Backend:
+        """The condition's backend."""
+        key = (condition.backend, condition.draft, condition.gamma, condition.batch)
+        if key not in self._made:
+            self._made[key] = self._make(condition)
+        return self._made[key]
+
+    def plain_at_width(self, width: int, batch: int) -> Backend:
+        """Native plain decoding whose target forwards are as wide as a verification: kernels round by width."""
+        config = replace(self.runtime, num_speculative_tokens=0, max_batch_size=batch, verify_width=width)
+        return NativeBackend(self.target, config=config)
+
+    def _make(self, condition: Condition) -> Backend:
+        if condition.backend.startswith("hf_generate"):
+            # With a static cache `generate` compiles its step on CUDA: the strongest that Transformers has there.
+            is_static = condition.backend == "hf_generate_static"
+            return HFGenerate(self.target, max_batch_size=condition.batch, static_cache=is_static)
+        if condition.is_plain:
+            config = replace(self.runtime, num_speculative_tokens=0, max_batch_size=condition.batch)
+            return NativeBackend(self.target, config=config)
+        draft = self.drafts[condition.draft]
+        if condition.backend == "hf_assisted":
+            return HFAssisted(self.target, draft.model, num_speculative_tokens=condition.gamma)
+        config = replace(self.runtime, num_speculative_tokens=condition.gamma, max_batch_size=condition.batch)
+        return NativeBackend(self.target, draft.model, config, draft_vocab_ids=draft.vocab_ids)

@@ -1,0 +1,88 @@
+"""Settings of the acceptance measurement and of the benchmark; they are also the Hydra groups `eval` and
+`bench`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+SAMPLERS = ("probabilistic", "greedy")
+PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static")
+BACKENDS = (*PLAIN_BACKENDS, "hf_assisted")
+
+
+@dataclass
+class EvalConfig:
+    """Teacher-forced acceptance on held-out responses."""
+
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    samplers: list[str] = field(default_factory=lambda: ["probabilistic", "greedy"])
+    max_prompts: Optional[int] = None
+    batch_tokens: int = 2048
+    num_bootstrap: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if any(t < 0 for t in self.temperatures) or not self.temperatures:
+            raise ValueError(
+                f"eval.temperatures={list(self.temperatures)}: give one or more temperatures >= 0"
+            )
+        unknown = sorted(set(self.samplers) - set(SAMPLERS))
+        if unknown or not self.samplers:
+            raise ValueError(f"eval.samplers={list(self.samplers)}: choose from {list(SAMPLERS)}")
+
+
+@dataclass
+class BenchConfig:
+    """Plain decoding against the drafts, in alternation, on the same held-out prompts.
+
+    `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas`.
+    `num_check_prompts`: prompts whose greedy outputs are compared with plain decoding at the same width.
+    `max_minutes`: stop early, with whole groups.
+    """
+
+    num_prompts: int = 24
+    max_new_tokens: int = 96
+    gammas: list[int] = field(default_factory=lambda: [1, 2, 3])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    batch_sizes: list[int] = field(default_factory=lambda: [1])
+    backends: list[str] = field(default_factory=lambda: ["native", "hf_generate"])
+    undistilled_gammas: Optional[list[int]] = None
+    num_warmup_prompts: int = 1
+    num_check_prompts: int = 8
+    max_minutes: Optional[float] = None
+    ignore_eos: bool = False
+    num_bootstrap: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.backends) - set(BACKENDS))
+        if unknown or not self.backends:
+            raise ValueError(f"bench.backends={list(self.backends)}: choose from {list(BACKENDS)}")
+        if not set(self.backends) & set(PLAIN_BACKENDS):
+            raise ValueError(
+                f"bench.backends={list(self.backends)}: a speedup needs plain decoding to compare with; "
+                f"add one of {list(PLAIN_BACKENDS)}"
+            )
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(
+                f"bench.temperatures={list(self.temperatures)}: give one or more temperatures >= 0"
+            )
+        if self.undistilled_gammas is not None and min(self.undistilled_gammas, default=1) < 1:
+            raise ValueError(
+                f"bench.undistilled_gammas={list(self.undistilled_gammas)}: proposal lengths must be >= 1"
+            )
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ValueError(f"bench.max_minutes={self.max_minutes}: must be > 0, or null for no limit")
+        if self.num_warmup_prompts < 0 or self.num_check_prompts < 1:
+            raise ValueError(
+                f"bench.num_warmup_prompts={self.num_warmup_prompts} must be >= 0, "
+                f"bench.num_check_prompts={self.num_check_prompts} must be >= 1"
+            )
+        if not self.gammas or min(self.gammas) < 1:
+            raise ValueError(f"bench.gammas={list(self.gammas)}: give one or more proposal lengths >= 1")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"bench.batch_sizes={list(self.batch_sizes)}: give one or more batch sizes >= 1")
+        if self.num_prompts < 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"bench.num_prompts={self.num_prompts}, bench.max_new_tokens={self.max_new_tokens}: must be >= 1"
+            )

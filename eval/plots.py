@@ -1,0 +1,152 @@
+"""Figures of acceptance and speed. They are returned and not saved: where they go is the caller's business."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]
+COLORS = {"none": "#7f7f7f", "undistilled": "#f0a35e", "distilled": "#2f6db5"}
+OTHER_COLORS = ("#5a9e6f", "#a05195", "#8c564b", "#17becf")
+
+
+def acceptance_figure(rows: Rows) -> Figure:
+    """Bars of `acceptance_rate` with intervals, the drafts side by side, one group per temperature and
+    sampler.
+
+    Args:
+        rows: {draft, temperature, sampler, value, low, high}. At temperature 0 samplers agree and are shown
+        once.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("acceptance_figure: no rows to draw")
+    groups = list(dict.fromkeys(_group_name(row) for row in rows))
+    drafts = list(dict.fromkeys(str(row["draft"]) for row in rows))
+    figure, axes = _figure(width=2.5 + 1.3 * len(groups))
+    width = 0.8 / len(drafts)
+    for index, draft in enumerate(drafts):
+        chosen = {_group_name(row): row for row in rows if row["draft"] == draft}
+        at = [groups.index(name) + (index - (len(drafts) - 1) / 2) * width for name in chosen]
+        values = [float(row["value"]) for row in chosen.values()]
+        bars = axes.bar(
+            at,
+            values,
+            0.92 * width,
+            color=_color(draft, index),
+            label=draft,
+            yerr=_errors(chosen.values()),
+            capsize=3,
+        )
+        axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylim(0, 1.08)
+    axes.set_ylabel("acceptance rate")
+    axes.set_title("Share of the target's distribution that the draft covers (95% interval)", fontsize=10)
+    axes.legend(frameon=False)
+    return figure
+
+
+def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) -> Figure:
+    """`walltime_speedup` against gamma with intervals, one line per backend and draft; predictions dashed.
+
+    Args:
+        batch: None takes the smallest that was measured.
+
+    Raises:
+        ValueError: no speculative rows at this temperature and batch.
+    """
+    batch = min((int(r["batch"]) for r in rows), default=1) if batch is None else batch
+    chosen = [
+        r for r in rows if r["draft"] != "none" and r["temperature"] == temperature and r["batch"] == batch
+    ]
+    if not chosen:
+        raise ValueError(f"speedup_figure: no speculative rows at temperature={temperature}, batch={batch}")
+    figure, axes = _figure(width=6.4)
+    lines = list(dict.fromkeys((str(row["backend"]), str(row["draft"])) for row in chosen))
+    for index, (backend, draft) in enumerate(lines):
+        line = sorted(
+            (r for r in chosen if (r["backend"], r["draft"]) == (backend, draft)),
+            key=lambda r: int(r["gamma"]),
+        )
+        gammas = [int(row["gamma"]) for row in line]
+        color = _color(draft if backend == "native" else "", index)
+        speedups = [float(row["walltime_speedup"]) for row in line]
+        axes.errorbar(
+            gammas,
+            speedups,
+            yerr=_errors(line, "walltime_speedup"),
+            marker="o",
+            capsize=3,
+            color=color,
+            label=f"{draft} ({backend})",
+        )
+        predicted = [
+            (g, float(r["predicted_speedup"]))
+            for g, r in zip(gammas, line, strict=True)
+            if r["predicted_speedup"]
+        ]
+        if predicted:
+            axes.plot(
+                *zip(*predicted, strict=True),
+                "--",
+                color=color,
+                alpha=0.6,
+                label=f"{draft} ({backend}), predicted",
+            )
+    axes.axhline(1.0, color=COLORS["none"], linewidth=1)
+    axes.annotate(
+        "plain decoding", (axes.get_xlim()[0], 1.0), xytext=(4, 3), textcoords="offset points", fontsize=8
+    )
+    axes.set_xticks(sorted({int(row["gamma"]) for row in chosen}))
+    axes.set_xlabel("gamma (tokens proposed per round)")
+    axes.set_ylabel("walltime speedup")
+    axes.set_title(
+        f"Speed over the strongest plain decoding, temperature {temperature:g}, batch {batch}", fontsize=10
+    )
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def position_figure(tables: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
+    """Acceptance over the course of the response, one line per name; ranges as from
+    `AcceptanceTable.by_position`.
+    """
+    figure, axes = _figure(width=6.4)
+    for index, (name, ranges) in enumerate(tables.items()):
+        labels = [f"{int(r['start'])}-{int(r['end']) - 1}" for r in ranges]
+        axes.plot(labels, [r["value"] for r in ranges], marker="o", color=_color(name, index), label=name)
+    axes.set_ylim(0, 1.0)
+    axes.set_xlabel("position in the response")
+    axes.set_ylabel("acceptance rate")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _figure(width: float) -> tuple[Figure, Axes]:
+    """A figure of its own, not pyplot's: nothing to close, no backend to choose."""
+    figure = Figure(figsize=(width, 4.0), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _group_name(row: Mapping[str, Any]) -> str:
+    return "T = 0" if row["temperature"] == 0 else f"T = {row['temperature']:g}\n{row['sampler']}"
+
+
+def _errors(rows: Any, value: str = "value") -> list[list[float]]:
+    """Distances from the value to the ends of its interval, as matplotlib wants them."""
+    rows = list(rows)
+    below = [max(float(r[value]) - float(r["low"]), 0.0) for r in rows]
+    above = [max(float(r["high"]) - float(r[value]), 0.0) for r in rows]
+    return [below, above]
+
+
+def _color(draft: str, index: int) -> str:
+    return COLORS.get(draft, OTHER_COLORS[index % len(OTHER_COLORS)])

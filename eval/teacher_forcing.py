@@ -1,0 +1,137 @@
+"""Teacher forcing: the hidden states that predict each token of many responses, in few passes.
+
+Sequences are right-padded and no attention mask is given: in a causal model a padding token comes after every
+real one and cannot change it, and masks by token id would go wrong where pad and EOS are the same token.
+
+Shapes: B rows of a batch, T padded length, N response positions of a batch, D hidden, V token ids, K
+shortlisted ids.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model and, when its head is trimmed, the sorted ids [K] that it can propose (FR-Spec,
+    2502.14856).
+    """
+
+    model: PreTrainedModel
+    vocab_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ResponseRow:
+    """One held-out response: every id of `response_token_ids` is one measured position."""
+
+    prompt_id: str
+    source: str
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response together."""
+        return len(self.prompt_token_ids) + len(self.response_token_ids)
+
+    def sampled_at(self, temperature: float) -> bool:
+        """Whether the response was sampled at this temperature (float32 on disk, hence the tolerance)."""
+        return abs(self.temperature - temperature) < 1e-4
+
+
+def read_rows(rows: Iterable[Mapping[str, Any]], *, eos_token_ids: Sequence[int] = ()) -> list[ResponseRow]:
+    """Corpus rows as `ResponseRow`s; anything after a response's first EOS is dropped, empty responses too."""
+    stop_ids = set(eos_token_ids)
+    result: list[ResponseRow] = []
+    for row in rows:
+        prompt = [int(token_id) for token_id in row["prompt_token_ids"]]
+        response = [int(token_id) for token_id in row["response_token_ids"]]
+        end = next((i + 1 for i, token_id in enumerate(response) if token_id in stop_ids), len(response))
+        if not prompt:
+            raise ValueError(
+                f"row {row['prompt_id']}: empty prompt_token_ids; the first response token has no context"
+            )
+        if end:
+            temperature = float(row["temperature"])
+            result.append(
+                ResponseRow(str(row["prompt_id"]), str(row["source"]), prompt, response[:end], temperature)
+            )
+    return result
+
+
+def eos_ids_of(model: PreTrainedModel) -> list[int]:
+    """The ids that end a response, from the generation config, else from the model config; possibly none."""
+    generation_config = getattr(model, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = model.config.eos_token_id if eos is None else eos
+    if eos is None:
+        return []
+    return [int(eos)] if isinstance(eos, int) else [int(token_id) for token_id in eos]
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence that the model was made for, None when its config does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def usable_rows(
+    rows: Sequence[ResponseRow], models: Sequence[PreTrainedModel], num_token_ids: int
+) -> tuple[list[ResponseRow], int]:
+    """(rows that fit every model's context, how many did not fit).
+
+    Raises:
+        ValueError: a row has an id outside the vocabulary (another tokenizer), or no row is left.
+    """
+    limit = min((c for c in map(context_length, models) if c is not None), default=None)
+    kept = [row for row in rows if limit is None or row.num_tokens <= limit]
+    for row in kept:
+        if max(max(row.prompt_token_ids), max(row.response_token_ids)) >= num_token_ids:
+            raise ValueError(
+                f"row {row.prompt_id}: has token ids >= {num_token_ids}; it is from another tokenizer"
+            )
+    if not kept:
+        raise ValueError(
+            f"no rows to measure on: {len(rows)} non-empty rows, none within the context of {limit} tokens"
+        )
+    return kept, len(rows) - len(kept)
+
+
+def rows_at_temperature(
+    rows: Sequence[ResponseRow], temperature: float, max_rows: int | None = None
+) -> list[int]:
+    """Indices of the rows that were sampled at this temperature, or of all rows if none was."""
+    matching = [i for i, row in enumerate(rows) if row.sampled_at(temperature)]
+    return (matching or list(range(len(rows))))[:max_rows]
+
+
+def length_batches(rows: Sequence[ResponseRow], batch_tokens: int) -> list[list[int]]:
+    """Indices of rows in batches of similar length, each at most `batch_tokens` padded tokens (or one row)."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda i: rows[i].num_tokens):
+        # Ascending order: the newcomer is the longest, so it sets the padded length.
+        if batches and (len(batches[-1]) + 1) * rows[index].num_tokens <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def response_hidden_states(model: PreTrainedModel, rows: Sequence[ResponseRow]) -> Tensor:
+    """Last hidden states [N, D] that predict each response token, row after row, in the model's dtype."""
+    # The last response token predicts nothing that is measured, so it is not fed.
+    sequences = [row.prompt_token_ids + row.response_token_ids[:-1] for row in rows]
+    ids_BT = torch.zeros(len(rows), max(map(len, sequences)), dtype=torch.long)
+    for i, sequence in enumerate(sequences):
+        ids_BT[i, : len(sequence)] = torch.tensor(sequence)
+    hidden_BTD = cast(Any, model.base_model)(input_ids=ids_BT.to(model.device), use_cache=False)[0]
+    spans = [
+        (len(row.prompt_token_ids) - 1, len(sequence)) for row, sequence in zip(rows, sequences, strict=True)
+    ]
+    return torch.cat([hidden_BTD[i, start:end] for i, (start, end) in enumerate(spans)])

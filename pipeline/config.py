@@ -1,0 +1,82 @@
+"""Hydra's side of the configuration: where the YAML files lie, the schema, and checked objects out of them."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.schema import STAGE_NAMES, Config, TargetConfig
+
+_PACKAGE_DIR = Path(__file__).resolve().parent
+
+
+def conf_dir() -> Path:
+    """The folder of the YAML files: `conf/` of the checkout, or its copy inside an installed package."""
+    for folder in (_PACKAGE_DIR.parent / "conf", _PACKAGE_DIR / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ValueError(f"no conf/config.yaml beside {_PACKAGE_DIR} or in it: reinstall the package")
+
+
+def register_schema() -> None:
+    """Make the dataclasses known to Hydra as `base_schema`, the first entry of every defaults list."""
+    ConfigStore.instance().store(name="base_schema", node=_schema())
+
+
+def _schema() -> DictConfig:
+    schema = cast(DictConfig, OmegaConf.structured(Config))
+    # Mappings are merged, not replaced: a default weight here would stay in every other loss.
+    schema.loss.weights = {}
+    OmegaConf.set_struct(schema.loss.weights, False)  # its keys are data; LossConfig checks them
+    return schema
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Resolve a composed configuration and check it, field by field and across groups.
+
+    Raises:
+        ValueError: a value that cannot work, named with its field.
+    """
+    unknown = unknown_keys(composed)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no such setting; --cfg job lists all that there are")
+    config = cast(Config, OmegaConf.to_object(composed))
+    _check_stages(config.stages)
+    # A null would mean the embedded target, a copied draft, self-asked prompts; the options that need a place say "".
+    for field, value in (
+        ("target.path", config.target.path),
+        ("draft.path", config.draft.path),
+        ("corpus.prompts", config.corpus.prompts),
+    ):
+        if value == "":
+            raise ValueError(
+                f"{field} has no value: give it, as in {field}=<folder, file or Hugging Face id>"
+            )
+    if config.target.path is not None and config.target.random is not None:
+        raise ValueError(
+            f"target.path={config.target.path} and target.random are both set: choose one target"
+        )
+    if config.target.path is not None and config.target.name == TargetConfig().name:
+        config.target.name = Path(config.target.path).name  # the embedded target's name would be a lie
+    return config
+
+
+def unknown_keys(node: DictConfig, prefix: str = "") -> list[str]:
+    """Keys that the dataclasses do not have: Hydra lets `+key=value` put them in."""
+    schema = OmegaConf.get_type(node)
+    assert schema is not None
+    assert is_dataclass(schema)
+    known = {field.name for field in fields(schema)}
+    unknown = [f"{prefix}{key!s}" for key in node if key not in known]
+    for key, value in node.items():
+        if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
+            unknown += unknown_keys(value, f"{prefix}{key!s}.")
+    return unknown
+
+
+def _check_stages(stages: list[str]) -> None:
+    unknown = [name for name in stages if name not in STAGE_NAMES]
+    if unknown or not stages:
+        raise ValueError(f"stages={stages}: unknown {unknown}; choose from {list(STAGE_NAMES)}")

@@ -1,0 +1,82 @@
+"""What a chat template says about turns: the text up to the user's words, and what ends them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SENTINEL = "draftsmithsentinel"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """The rendered text before the user's words, the text after them, and the ids that end a question."""
+
+    prefix: str
+    suffix: str
+    stop_token_ids: frozenset[int]
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a base model where chat is asked for.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "target.chat=true, but the target's tokenizer has no chat template. Use an instruction-tuned target, or set "
+            "target.chat=false and corpus.prompts=<file or dataset with a text column> for a base model."
+        )
+
+
+def user_turn(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, system_prompt: Optional[str]
+) -> UserTurn:
+    """Render a sentinel as the user's message and cut there, which works for any template (Xu et al. 2024, Magpie).
+
+    Raises:
+        ValueError: the template does not put the user's words into the text, or refuses the system prompt.
+    """
+    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": _SENTINEL})
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"corpus.system_prompts: the target's chat template refuses {messages}: {error}"
+        ) from error
+    if text.count(_SENTINEL) != 1:
+        raise ValueError(
+            "The target's chat template does not show where the user's words go, so it cannot be used to invent "
+            "questions. Set corpus.prompts=<file or dataset>."
+        )
+    prefix, suffix = text.split(_SENTINEL)
+    return UserTurn(prefix, suffix, stop_ids(model, tokenizer) | _end_of_turn(tokenizer, suffix))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, suffix: str) -> frozenset[int]:
+    """The special token with which the template ends the user's turn, if it uses one."""
+    ids = tokenizer.encode(suffix.strip(), add_special_tokens=False)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return frozenset(ids[:1]) if ids and ids[0] in special else frozenset()
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end the target's text: its generation config's, else its config's, else its tokenizer's EOS."""
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids) if isinstance(ids, list) else frozenset([int(ids)])
+    return frozenset()
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Ids of the conversation with the assistant's header opened; template errors pass through."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,51 @@
+"""Reading a corpus back, and its split by content."""
+
+import hashlib
+from pathlib import Path
+
+import pyarrow as pa
+from datasets import Dataset
+
+from pipeline.corpus.shards import ANSWER_SCHEMA, ShardFolder
+
+SHARDS = "shards"
+
+
+def read_corpus(folder: Path) -> Dataset:
+    """All rows of a finished corpus stage folder, in a stable order; columns as in `ANSWER_SCHEMA`.
+
+    Raises:
+        ValueError: the folder has no shards, or one of them is damaged.
+    """
+    files = sorted((Path(folder) / SHARDS).glob("*.parquet"))
+    if not files:
+        raise ValueError(f"{str(folder)!r} holds no corpus shards: run the corpus stage, stages=[corpus]")
+    shards = ShardFolder(Path(folder) / SHARDS, ANSWER_SCHEMA)
+    tables = []
+    for file in files:
+        table = shards.read(int(file.stem))
+        if table is None:
+            raise ValueError(f"{str(file)!r} is damaged: delete its stage folder and run again")
+        tables.append(table)
+    return Dataset(pa.concat_tables(tables))
+
+
+def split_corpus(
+    dataset: Dataset, held_out_fraction: float, *, salt: str = "held_out"
+) -> tuple[Dataset, Dataset]:
+    """`(train, held_out)`: exact complements decided by each row's `prompt_id` alone.
+
+    Rows of one prompt are on one side, and adding rows moves none. Another `salt` gives an independent split.
+    """
+    if not 0 < held_out_fraction < 1:
+        raise ValueError(f"corpus.held_out_fraction={held_out_fraction}: must lie between 0 and 1")
+    sides = [is_held_out(prompt_id, held_out_fraction, salt) for prompt_id in dataset["prompt_id"]]
+    train = [index for index, held_out in enumerate(sides) if not held_out]
+    held_out = [index for index, held_out in enumerate(sides) if held_out]
+    return dataset.select(train), dataset.select(held_out)
+
+
+def is_held_out(prompt_id: str, fraction: float, salt: str) -> bool:
+    """The first 64 bits of sha256(salt, prompt_id), as a number in [0, 1), against the fraction."""
+    digest = hashlib.sha256(f"{salt}:{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < fraction

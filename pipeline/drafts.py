@@ -1,0 +1,21 @@
+"""The two drafts that every comparison holds side by side, as the distill stage left them."""
+
+import json
+
+import torch
+
+from eval.teacher_forcing import Draft
+from pipeline.context import StageContext
+from pipeline.models import load_causal_lm
+
+
+def load_drafts(context: StageContext) -> dict[str, Draft]:
+    """`undistilled` and `distilled`, in the target's dtype, with the shortlist that both heads are trimmed to."""
+    config, folder = context.config, context.inputs["distill"]
+    ids = json.loads((folder / "train.json").read_text(encoding="utf-8"))["vocab_shortlist"]
+    vocab_ids = None if ids is None else torch.tensor(ids, dtype=torch.long)
+    folders = {"undistilled": folder / "undistilled", "distilled": folder / "draft"}
+    return {
+        name: Draft(load_causal_lm(str(path), config.target.dtype, config.target.trust_remote_code), vocab_ids)
+        for name, path in folders.items()
+    }

@@ -1,0 +1,123 @@
+"""The method as a list: what is done, in which order, out of what. `pipeline/runner.py` walks it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pipeline.context import StageContext
+from pipeline.models import ModelRef, content_revision, obtain_model
+from pipeline.schema import Config
+from pipeline.store import file_revision, fingerprint_of
+
+StageFunction = Callable[[StageContext], dict[str, object]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step. `config_keys` are the settings it reads beyond those of its upstream stages: a change of one makes its work anew.
+
+    `version` is raised when the code of the stage changes what it makes. `function` is `module:name`, imported when
+    the stage runs.
+    """
+
+    name: str
+    version: int
+    config_keys: tuple[str, ...]
+    upstream: tuple[str, ...]
+    function: str
+
+
+STAGES = (
+    # What a target forward costs here, and so which draft and gamma can pay.
+    Stage("preflight", 1, ("target", "draft", "preflight"), (), "pipeline.preflight:run_preflight"),
+    # Text that the target wrote, with its own log-probabilities.
+    Stage("corpus", 1, ("target", "corpus"), (), "pipeline.corpus.stage:run_corpus"),
+    # The draft, trained on that text.
+    Stage(
+        "distill",
+        1,
+        ("draft", "loss", "train", "corpus.held_out_fraction"),
+        ("corpus",),
+        "pipeline.stage_distill:run_distill",
+    ),
+    # How often the target accepts it, on text that was held out.
+    Stage("eval", 1, ("eval",), ("corpus", "distill"), "pipeline.stage_eval:run_eval"),
+    # What that is worth by the clock.
+    Stage("bench", 1, ("bench", "runtime"), ("corpus", "distill"), "pipeline.stage_bench:run_bench"),
+    # A folder that any server loads, with the report.
+    Stage(
+        "export",
+        1,
+        ("export", "target.name"),
+        ("preflight", "corpus", "distill", "eval", "bench"),
+        "pipeline.export:run_export",
+    ),
+)
+
+#: Places and labels: what lies there is in the fingerprint by its content instead.
+NOT_IN_FINGERPRINT = frozenset(
+    {
+        "target.path",
+        "target.revision",
+        "target.name",
+        "draft.path",
+        "corpus.prompts",
+        "preflight.min_free_disk_gib",
+    }
+)
+#: Settings of a group that only later stages read, which name them one by one.
+NOT_IN_GROUP = frozenset({"corpus.held_out_fraction"})
+
+
+def load_function(reference: str) -> StageFunction:
+    """Import `module:name`."""
+    module, name = reference.split(":")
+    function: StageFunction = getattr(import_module(module), name)
+    return function
+
+
+def config_subtree(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that a stage's fingerprint covers, flat, by dotted name.
+
+    A group gives all its fields but places and labels; a field that is named itself is always taken.
+    """
+    subtree: dict[str, Any] = {}
+    for key in keys:
+        group, _, name = key.partition(".")
+        if name:
+            subtree[key] = values[group][name]
+            continue
+        fields = {f"{group}.{field}": value for field, value in values[group].items()}
+        subtree |= {
+            field: value for field, value in fields.items() if field not in NOT_IN_FINGERPRINT | NOT_IN_GROUP
+        }
+    return subtree
+
+
+def input_revisions(config: Config, target: ModelRef) -> dict[str, str]:
+    """Content hashes of what the configuration only points at, by its group."""
+    revisions = {"target": target.revision}
+    if config.draft.path is not None:
+        revisions["draft"] = content_revision(obtain_model(config.draft.path, field="draft.path"))
+    if config.corpus.prompts is not None:
+        prompts = Path(config.corpus.prompts)
+        revisions["corpus"] = file_revision(prompts) if prompts.is_file() else config.corpus.prompts
+    return revisions
+
+
+def stage_fingerprint(
+    stage: Stage, values: dict[str, Any], revisions: dict[str, str], upstream: dict[str, str]
+) -> str:
+    """sha256 of the stage's name, version, settings, the content it points at, and its upstream fingerprints."""
+    groups = {key.partition(".")[0] for key in stage.config_keys}
+    return fingerprint_of(
+        {
+            "stage": stage.name,
+            "version": stage.version,
+            "config": config_subtree(values, stage.config_keys),
+            "upstream": {name: upstream[name] for name in stage.upstream},
+            "revisions": {group: revision for group, revision in revisions.items() if group in groups},
+        }
+    )

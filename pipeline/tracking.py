@@ -1,0 +1,283 @@
+"""Runs in MLflow: one parent per invocation, one child per stage that did work.
+
+The disk is the truth and this is a view of it: whatever goes wrong with the server becomes one warning, after which
+the run goes on untracked. This is the only module that imports mlflow, and it does so when tracking starts.
+"""
+
+import functools
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from urllib.parse import urlsplit
+
+from pipeline.processes import is_alive, process_mark
+from pipeline.schema import Config, TrackingConfig
+from pipeline.store import UNFINISHED
+from pipeline.tracker import Tracker, flatten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+MAX_BATCH = 100
+_TAG_HOST, _TAG_PROCESS = "draftsmith.host", "draftsmith.process"
+_REFUSALS = (
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+    "BAD_REQUEST",
+    "PERMISSION_DENIED",
+)
+_PARENT_TAG = "mlflow.parentRunId"
+
+
+@contextmanager
+def open_tracker(config: Config) -> Iterator[Tracker]:
+    """The tracker of one invocation. Its parent run ends as the `with` block does."""
+    if not config.tracking.enabled:
+        yield Tracker()
+        return
+    tracker = MlflowTracker(config)
+    try:
+        yield tracker
+    except BaseException as error:
+        tracker.end(_status_of(error))
+        raise
+    tracker.end("FINISHED")
+
+
+def _status_of(error: BaseException) -> str:
+    return "FAILED" if isinstance(error, Exception) else "KILLED"
+
+
+def _never_fatal(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """A failed call is warned about. Tracking ends with the first one that the server did not answer with a refusal:
+    each further call would cost its timeout again.
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.client is None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # any kind: the HTTP, SQL and file stores raise their own
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if getattr(error, "error_code", None) in _REFUSALS:
+                log.warning(
+                    "MLflow at %s refused %s: %s", self.settings.uri, method.__name__.lstrip("_"), first_line
+                )
+            else:
+                self.client = None
+                log.warning(
+                    "MLflow at %s failed (%s); the run goes on without tracking",
+                    self.settings.uri,
+                    first_line,
+                )
+
+    return guarded
+
+
+class MlflowTracker(Tracker):
+    """Logs through `MlflowClient` with explicit run ids, so nothing depends on mlflow's global state."""
+
+    client: "MlflowClient | None"
+
+    def __init__(self, config: Config) -> None:
+        self.settings: TrackingConfig = config.tracking
+        self.parent_id = self.run_id = self.experiment_id = ""
+        _prepare_environment(self.settings.timeout_s)
+        self.client = _connect(self.settings)
+        self._open(config)
+
+    @property
+    def _client(self) -> "MlflowClient":
+        assert self.client is not None
+        return self.client
+
+    @_never_fatal
+    def _open(self, config: Config) -> None:
+        self.experiment_id = self._find_experiment(config)
+        self._end_dead_runs()
+        name = f"{config.target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        tags = {_TAG_HOST: socket.gethostname(), _TAG_PROCESS: process_mark(os.getpid())}
+        self.parent_id = self.run_id = self._client.create_run(
+            self.experiment_id, tags=tags, run_name=name
+        ).info.run_id
+        self._log_params(flatten(asdict(config)))
+
+    def _find_experiment(self, config: Config) -> str:
+        found = self._client.get_experiment_by_name(self.settings.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        # A database names no place for files, and mlflow would make ./mlruns; a server has its own place.
+        is_database = urlsplit(self.settings.uri).scheme not in ("http", "https", "databricks")
+        place = (Path(config.artifacts_dir).absolute() / "mlflow").as_uri() if is_database else None
+        return str(self._client.create_experiment(self.settings.experiment, artifact_location=place))
+
+    def _end_dead_runs(self) -> None:
+        """Runs of this machine whose process was killed would stay RUNNING for ever."""
+        query = f"attributes.status = 'RUNNING' and tags.`{_TAG_HOST}` = '{socket.gethostname()}'"
+        for run in self._client.search_runs([self.experiment_id], query):
+            if not is_alive(run.data.tags.get(_TAG_PROCESS, "")):
+                self._client.set_terminated(run.info.run_id, "KILLED")
+
+    def _log_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(key, value) for key, value in params.items()]
+        for start in range(0, len(entries), MAX_BATCH):
+            self._client.log_batch(self.run_id, params=entries[start : start + MAX_BATCH])
+
+    @contextmanager
+    def stage(self, name: str, fingerprint: str) -> Iterator[None]:
+        self._open_stage(name, fingerprint)
+        try:
+            yield
+        except BaseException as error:
+            self._close_stage(_status_of(error))
+            raise
+        self._close_stage("FINISHED")
+
+    @_never_fatal
+    def _open_stage(self, name: str, fingerprint: str) -> None:
+        tags = {
+            _PARENT_TAG: self.parent_id,
+            "stage": name,
+            "fingerprint": fingerprint,
+            _TAG_HOST: socket.gethostname(),
+            _TAG_PROCESS: process_mark(os.getpid()),
+        }
+        self.run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+
+    @_never_fatal
+    def _close_stage(self, status: str) -> None:
+        self._client.set_terminated(self.run_id, status)
+        self.run_id = self.parent_id
+
+    @_never_fatal
+    def end(self, status: str) -> None:
+        """Close the parent run."""
+        self._client.set_terminated(self.parent_id, status)
+
+    @_never_fatal
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        entries = [Metric(key, float(value), now_ms, step) for key, value in metrics.items()]
+        for start in range(0, len(entries), MAX_BATCH):
+            self._client.log_batch(self.run_id, metrics=entries[start : start + MAX_BATCH])
+
+    @_never_fatal
+    def log_figure(self, figure: "Figure", name: str) -> None:
+        self._client.log_figure(self.run_id, figure, name)
+
+    @_never_fatal
+    def log_reference(self, name: str, path: Path) -> None:
+        self._client.set_tag(self.run_id, f"artifact.{name}", _uri(path))
+
+    @_never_fatal
+    def log_corpus(self, folder: Path, *, digest: str, num_rows: int) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        source = json.dumps({"uri": _uri(folder)})
+        dataset = Dataset(
+            name="corpus",
+            digest=digest[:36],
+            source_type="local",
+            source=source,
+            profile=json.dumps({"num_rows": num_rows}),
+        )
+        self._client.log_inputs(
+            self.run_id, [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])]
+        )
+
+    @_never_fatal
+    def log_draft(self, folder: Path, *, name: str, figures: Mapping[str, float]) -> None:
+        import mlflow
+        from mlflow.entities import LoggedModelOutput
+        from mlflow.exceptions import MlflowException
+
+        where = _uri(folder)
+        model = mlflow.create_external_model(
+            name=_model_name(name),
+            source_run_id=self.run_id,
+            experiment_id=self.experiment_id,
+            model_type="draft",
+            tags={"weights": where},
+            params={key: f"{value:.6g}" for key, value in figures.items()},
+        )
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step=0)])
+        registered = self.settings.registered_model or _model_name(name)
+        try:
+            self._client.create_registered_model(registered)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        is_server = urlsplit(self.settings.uri).scheme in (
+            "http",
+            "https",
+        )  # which refuses sources on a client's disk
+        source = f"models:/{model.model_id}" if is_server else where
+        version = self._client.create_model_version(
+            registered,
+            source=source,
+            run_id=self.run_id,
+            model_id=model.model_id,
+            tags={"weights": where, "logged_model": model.model_id},
+            await_creation_for=0,
+        )
+        self._client.set_logged_model_tags(
+            model.model_id, {"registered_as": f"{registered} version {version.version}"}
+        )
+
+
+def _uri(path: Path) -> str:
+    """Where it will lie: a stage that logs its work folder does so before the folder gets its plain name."""
+    absolute = path.absolute()
+    return Path(*(part.removesuffix(UNFINISHED) for part in absolute.parts)).as_uri()
+
+
+def _model_name(name: str) -> str:
+    """Model names may not hold these characters."""
+    return "".join("-" if character in "/:.%\"' " else character for character in name)
+
+
+def _prepare_environment(timeout_s: float) -> None:
+    """Settings that mlflow reads once; a user's own values win."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, round(timeout_s))))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _connect(settings: TrackingConfig) -> "MlflowClient | None":
+    """A client, or None with a warning when the server does not answer within `timeout_s`."""
+    parts = urlsplit(settings.uri)
+    try:
+        if parts.scheme in ("http", "https"):
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname or "", port), timeout=settings.timeout_s).close()
+        import mlflow
+
+        mlflow.set_tracking_uri(settings.uri)
+        mlflow.set_registry_uri(settings.uri)
+        return mlflow.MlflowClient(settings.uri, settings.uri)
+    except Exception as error:  # any kind: the address, the database driver and mlflow each raise their own
+        log.warning(
+            "MLflow at %s cannot be reached (%s); the run goes on without tracking", settings.uri, error
+        )
+        return None

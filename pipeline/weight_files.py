@@ -1,0 +1,110 @@
+"""Are the weight files of a model folder whole and finite? Headers and one tensor at a time, never the whole model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pipeline.compat import ERROR, WARNING, Finding, read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that `from_pretrained` reads: those of the index, or the single file."""
+    if (folder / INDEX_NAME).is_file():
+        index = read_json(folder / INDEX_NAME).get("weight_map", {})
+        return [folder / name for name in sorted(set(index.values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """Files that would run code when they are loaded."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in PICKLE_SUFFIXES)
+
+
+def check_weight_files(folder: Path, *, who: str, check_values: bool = True) -> list[Finding]:
+    """Every shard present, readable, complete by the index, and (with `check_values`) finite."""
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        return [
+            Finding(
+                "broken_shard",
+                ERROR,
+                f"the {who}'s weight index is broken: {error}. Download or write the model again",
+            )
+        ]
+    if not files:
+        if pickle_files(folder):
+            return [
+                Finding(
+                    "pickle_weights",
+                    WARNING,
+                    (
+                        f"the {who} in {folder} has pickled weights only: save it once with save_pretrained to get safetensors"
+                    ),
+                )
+            ]
+        return [Finding("missing_weights", ERROR, f"the {who}'s folder {folder} holds no *.safetensors file")]
+    findings = []
+    found: set[str] = set()
+    for path in files:
+        try:
+            for name, tensor in _tensors(path, load=check_values):
+                found.add(name)
+                if (
+                    tensor is not None
+                    and tensor.is_floating_point()
+                    and not bool(torch.isfinite(tensor).all())
+                ):
+                    num_bad = int((~torch.isfinite(tensor)).sum())
+                    findings.append(
+                        Finding(
+                            "non_finite_weights",
+                            ERROR,
+                            (
+                                f"the {who}'s tensor {name!r} in {path.name} has {num_bad} NaN or infinite values: "
+                                "train or download it again"
+                            ),
+                        )
+                    )
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            findings.append(
+                Finding(
+                    "broken_shard",
+                    ERROR,
+                    (
+                        f"the {who}'s weight file {path} cannot be read ({error}): download or write the model again"
+                    ),
+                )
+            )
+    if not findings:
+        findings.extend(_check_index(folder, found, who=who))
+    return findings
+
+
+def _tensors(path: Path, *, load: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            yield name, file.get_tensor(name) if load else None
+
+
+def _check_index(folder: Path, found: set[str], *, who: str) -> list[Finding]:
+    named = set(read_json(folder / INDEX_NAME).get("weight_map", {}))
+    absent = sorted(named - found)
+    if not absent:
+        return []
+    return [
+        Finding(
+            "broken_shard",
+            ERROR,
+            (
+                f"the {who}'s index {INDEX_NAME} names {len(absent)} tensors that no shard holds, the first is {absent[0]!r}: "
+                "download or write the model again"
+            ),
+        )
+    ]

@@ -1,0 +1,8 @@
+"""Speculative decoding for Transformers causal LMs: batched, lossless, token ids in and token ids out."""
+
+from specdec_runtime.config import DecoderConfig
+from specdec_runtime.engine import SpeculativeDecoder
+from specdec_runtime.request import Logprobs, Output, Request, StreamEvent
+from specdec_runtime.stats import Stats
+
+__all__ = ["DecoderConfig", "Logprobs", "Output", "Request", "SpeculativeDecoder", "Stats", "StreamEvent"]

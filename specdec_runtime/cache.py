@@ -1,0 +1,163 @@
+"""Static KV cache with slots: every row has its own write position, and a rollback moves a position.
+
+Shape legend: S slots, C capacity (positions per slot), B rows of a forward, L its positions, T positions attended to,
+K kv heads, D head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+SCRATCH = 64  # positions at the end of each slot where rows that sit a forward out may write
+
+
+@dataclass
+class Window:
+    """Which part of the cache the forward under way writes and reads; shared by all layers."""
+
+    write_index_BL: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    first_slot: int = 0
+    num_rows: int = 0
+    num_cached: int = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, [S, C, K, D]: a position's heads lie together, so that a write is one copy per row."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, num_slots: int, capacity: int, window: Window) -> None:
+        super().__init__()
+        self.num_slots, self.capacity, self.window = num_slots, capacity, window
+        self._views: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self._viewed: Optional[tuple[int, int, int]] = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (self.num_slots * self.capacity, states.shape[1], states.shape[3])
+            # Zeros, because a masked position is multiplied by 0 and must not hold a NaN.
+            setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes [B, K, L, D] at the rows' positions; returns views [B, K, T, D] of what may be attended to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        index = self.window.write_index_BL
+        self.keys.index_copy_(0, index, key_states.transpose(1, 2).flatten(0, 1))
+        self.values.index_copy_(0, index, value_states.transpose(1, 2).flatten(0, 1))
+        viewed = (self.window.first_slot, self.window.num_rows, self.window.num_cached)
+        if viewed != self._viewed:
+            self._views = (self._view(self.keys), self._view(self.values))
+            self._viewed = viewed
+        return self._views
+
+    def _view(self, flat: Tensor) -> Tensor:
+        w = self.window
+        slots = flat.view(self.num_slots, self.capacity, *flat.shape[1:])
+        return slots[w.first_slot : w.first_slot + w.num_rows, : w.num_cached].transpose(1, 2)
+
+    def move(self, source: int, destination: int, num_positions: int) -> None:
+        """Copies the first positions of a slot to another slot."""
+        for flat in (self.keys, self.values):
+            if flat is not None:
+                slots = flat.view(self.num_slots, self.capacity, *flat.shape[1:])
+                slots[destination, :num_positions] = slots[source, :num_positions]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.num_cached, 0
+
+    def get_seq_length(self) -> int:
+        # Positions differ by row and are always passed explicitly.
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class SlotCache(Cache):
+    """KV cache of `num_slots` sequences; rows of a forward are a contiguous range of slots."""
+
+    def __init__(self, num_layers: int, num_slots: int, capacity: int) -> None:
+        self.window = Window()
+        self.slot_layers = [SlotLayer(num_slots, capacity, self.window) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
+        self.num_slots, self.capacity = num_slots, capacity
+
+    def begin(self, *, positions_BL: Tensor, first_slot: int, num_cached: int) -> None:
+        """Sets what the next forward writes (each row's positions) and reads (the first `num_cached` positions)."""
+        num_rows = positions_BL.shape[0]
+        assert first_slot + num_rows <= self.num_slots
+        assert num_cached <= self.capacity
+        starts_B1 = (
+            torch.arange(first_slot, first_slot + num_rows, device=positions_BL.device)[:, None]
+            * self.capacity
+        )
+        self.window.write_index_BL = (starts_B1 + positions_BL).flatten()
+        self.window.first_slot, self.window.num_rows, self.window.num_cached = (
+            first_slot,
+            num_rows,
+            num_cached,
+        )
+
+    def move_slot(self, source: int, destination: int, num_positions: int) -> None:
+        """Copies a sequence to another slot."""
+        for layer in self.slot_layers:
+            layer.move(source, destination, num_positions)
+
+
+def kv_bytes_per_position(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that one position takes over all layers, read off a one-token forward.
+
+    Raises:
+        ValueError: the model keeps state that cannot be rolled back by position.
+    """
+    refuse_unrollable(model)
+    cache = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if layer.keys is not None and layer.values is not None]
+    if len(layers) != model.config.get_text_config().num_hidden_layers:
+        raise ValueError(
+            f"{type(model).__name__}: {len(layers)} of {model.config.num_hidden_layers} layers keep keys and values in the "
+            "cache; speculative decoding needs all of them there to roll back"
+        )
+    return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+
+
+# Architectures whose attention hands its window to the attention function, where the mask is narrowed (tested one by one).
+WINDOWED_MODEL_TYPES = frozenset({"mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"})
+
+
+def refuse_unrollable(model: PreTrainedModel) -> None:
+    """Refuses recurrent state, and sliding windows of architectures whose masks the runtime does not narrow itself.
+
+    A window is no trouble for the cache, which keeps all positions; what matters is that the mask is right.
+    """
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    recurrent = layer_types - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False) or recurrent:
+        raise ValueError(
+            f"{type(model).__name__} keeps state that cannot be rolled back ({sorted(recurrent) or 'recurrent'}): rejected "
+            "tokens would stay in it. Use a model whose layers all have ordinary or sliding attention"
+        )
+    window = getattr(config, "sliding_window", None)
+    uses_window = "sliding_attention" in layer_types or (
+        window is not None and getattr(config, "layer_types", None) is None
+    )
+    if uses_window and window is not None and config.model_type not in WINDOWED_MODEL_TYPES:
+        raise ValueError(
+            f"{type(model).__name__} attends over a sliding window of {window} in a way that the runtime does not know; "
+            f"known are {sorted(WINDOWED_MODEL_TYPES)}"
+        )

@@ -1,0 +1,101 @@
+"""Settings of the decoding engine; they are also the Hydra group `runtime`."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+SAMPLERS = ("probabilistic", "greedy")
+GAMMAS = ("fixed", "auto")
+ACCEPTANCES = ("exact", "typical", "lenient")
+INVARIANT_WIDTH = (
+    8  # width of every decode forward under width_invariant, so that all gammas below it share a shape
+)
+
+
+@dataclass
+class DecoderConfig:
+    """How the engine proposes, verifies and bounds its work. Field by field, in `conf/runtime/native.yaml`.
+
+    Only primitives and Optional, so that the class is a valid OmegaConf schema. A wrong value raises
+    `ValueError` with the field's name.
+    """
+
+    # What is proposed
+    num_speculative_tokens: int = 4
+    gamma: str = "fixed"
+    sampler: str = "probabilistic"
+    draft_confidence: float = 0.0
+    # What is accepted
+    acceptance: str = "exact"
+    eta: float = 0.3
+    lenience: float = 0.7
+    # Batch and memory
+    max_batch_size: int = 8
+    max_length: Optional[int] = None
+    prefill_chunk_tokens: int = 512
+    kv_memory_limit_gib: Optional[float] = None
+    # Guards
+    max_draft_tokens: int = 128
+    max_gamma_spread: int = 2
+    max_prompt_tokens_to_speculate: Optional[int] = 4096
+    min_conditional_acceptance: float = 0.5
+    # Numerics and speed
+    verify_width: Optional[int] = None
+    width_invariant: bool = False
+    compile: bool = False
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        _choice("gamma", self.gamma, GAMMAS)
+        _choice("sampler", self.sampler, SAMPLERS)
+        _choice("acceptance", self.acceptance, ACCEPTANCES)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0, "0 is plain decoding")
+        _at_least("max_batch_size", self.max_batch_size, 1)
+        _at_least("prefill_chunk_tokens", self.prefill_chunk_tokens, 1)
+        _at_least("max_draft_tokens", self.max_draft_tokens, 1)
+        _at_least("max_gamma_spread", self.max_gamma_spread, 0)
+        if self.max_length is not None:
+            _at_least("max_length", self.max_length, 2, "or null for the longest request of each call")
+        if self.max_prompt_tokens_to_speculate is not None:
+            _at_least(
+                "max_prompt_tokens_to_speculate",
+                self.max_prompt_tokens_to_speculate,
+                1,
+                "or null for no limit",
+            )
+        if self.verify_width is not None and self.verify_width < self.num_speculative_tokens + 1:
+            raise ValueError(
+                f"verify_width={self.verify_width}: must be at least num_speculative_tokens + 1 = "
+                f"{self.num_speculative_tokens + 1}, or null for exactly that"
+            )
+        for name in ("draft_confidence", "min_conditional_acceptance"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must lie in [0, 1] (0 switches it off)")
+        for name in ("eta", "lenience"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must lie in (0, 1]")
+        if self.kv_memory_limit_gib is not None and self.kv_memory_limit_gib <= 0:
+            raise ValueError(
+                f"kv_memory_limit_gib={self.kv_memory_limit_gib}: must be > 0, or null for the free memory"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the acceptance rule keeps the target's distribution."""
+        return self.acceptance == "exact"
+
+    @property
+    def fixed_width(self) -> Optional[int]:
+        """Tokens per row to which every decode forward is padded; None when a forward is as wide as its proposals."""
+        if self.verify_width is not None or not self.width_invariant:
+            return self.verify_width
+        return max(INVARIANT_WIDTH, self.num_speculative_tokens + 1)
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
+
+
+def _at_least(name: str, value: int, minimum: int, hint: str = "") -> None:
+    if value < minimum:
+        raise ValueError(f"{name}={value}: must be >= {minimum}" + (f" ({hint})" if hint else ""))

@@ -1,0 +1,254 @@
+"""The decoding engine: continuous batching over slots, speculative or plain through the same code.
+
+Shape legend: B rows (active requests), W width of a target forward, G proposed positions, T = G + 1, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_runtime.batch import Batch
+from specdec_runtime.config import DecoderConfig
+from specdec_runtime.detokenize import Detokenize, StopStringFinder
+from specdec_runtime.drafter import Drafter, Proposal
+from specdec_runtime.forward import ModelRunner, StepOptions
+from specdec_runtime.gamma import GammaPolicy, RoundReport, make_gamma_policy
+from specdec_runtime.judge import Judge, Judgement
+from specdec_runtime.limits import Limits, warn_if_not_accepted
+from specdec_runtime.prefill import prompt_logits
+from specdec_runtime.request import Output, Request, StreamEvent
+from specdec_runtime.scheduler import Row, Scheduler
+from specdec_runtime.stats import Stats
+from specdec_runtime.stopwatch import Stopwatch
+
+
+class SpeculativeDecoder:
+    """Batched speculative decoding over two Transformers causal LMs; plain decoding when there is no draft.
+
+    Args:
+        target_model: decides. Its own settings (attention implementation, generation config) are left as they are.
+        draft_model: proposes, or None. Must share the target's tokenizer.
+        config: see `DecoderConfig`.
+        draft_vocab_ids: sorted ids that the draft's head is trimmed to, or None.
+        detokenize: ids -> text; needed for stop strings, and gives `Output.text`.
+
+    Raises:
+        ValueError: a model cannot be used, memory does not suffice, or a request does not fit; names what and why.
+    """
+
+    def __init__(
+        self,
+        target_model: PreTrainedModel,
+        draft_model: Optional[PreTrainedModel] = None,
+        config: Optional[DecoderConfig] = None,
+        *,
+        draft_vocab_ids: Optional[Tensor] = None,
+        detokenize: Optional[Detokenize] = None,
+    ) -> None:
+        self.config = config or DecoderConfig()
+        options = StepOptions(
+            self.config.compile, self.config.cuda_graphs, pads_rows=self.config.width_invariant
+        )
+        self.target = ModelRunner(target_model, "target", options)
+        self.device = self.target.device
+        self.drafter: Optional[Drafter] = None
+        if draft_model is not None and self.config.num_speculative_tokens > 0:
+            self.drafter = Drafter(
+                draft_model,
+                target_vocab_size=self.target.vocab_size,
+                vocab_ids=draft_vocab_ids,
+                sampler=self.config.sampler,
+                confidence=self.config.draft_confidence,
+                max_spread=self.config.max_gamma_spread,
+                options=options,
+            )
+        self.detokenize = detokenize
+        self.eos_ids = _eos_ids(target_model)
+        self.stats = Stats()
+        self._limits = Limits(self.config, self.target, self.drafter)
+        self._gamma: GammaPolicy = make_gamma_policy(self.config)
+        self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
+        self._watch = Stopwatch(self.device)
+        self._batch: Optional[Batch] = None
+        self._is_busy = False
+
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
+        """Decodes all requests; outputs come in the order of the requests."""
+        outputs: dict[int, Output] = {}
+        for event in self._events(requests):
+            if event.output is not None:
+                outputs[event.request_index] = event.output
+        return [outputs[i] for i in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+        """Yields tokens as they are committed. Tokens that a stop string may still take back are held until it cannot."""
+        return self._events(requests)
+
+    def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+        if self._is_busy:
+            raise ValueError(
+                "this decoder is in the middle of a stream; exhaust or close it, or make another decoder"
+            )
+        rows = [self._new_row(i, request) for i, request in enumerate(requests)]
+        self._limits.allocate(rows)
+        scheduler = Scheduler(rows, self.config.max_batch_size)
+        self._is_busy = True
+        try:
+            while not scheduler.is_done:
+                yield from self._advance(scheduler)
+        finally:
+            self._is_busy = False
+        warn_if_not_accepted(self.stats, self.config)
+
+    def _advance(self, scheduler: Scheduler) -> list[StreamEvent]:
+        """Admits what fits, or else decodes one round; returns what was committed."""
+        with torch.inference_mode():
+            touched = self._admit(scheduler)
+            if not touched:
+                self._round(scheduler)
+                touched = list(scheduler.active)
+            finished = self._retire(scheduler)
+        events = [
+            StreamEvent(row.index, row.take_streamable()) for row in touched if row.finish_reason is None
+        ]
+        events = [event for event in events if event.token_ids]
+        for row in finished:
+            output = row.output(detokenize=self.detokenize, lossless=self.config.lossless)
+            self.stats.add(output.stats)
+            events.append(StreamEvent(row.index, row.take_streamable(), row.finish_reason, output))
+        return events
+
+    def _new_row(self, index: int, request: Request) -> Row:
+        self._limits.check_request(index, request, has_detokenize=self.detokenize is not None)
+        eos_ids = () if request.ignore_eos else self.eos_ids
+        seed = int(torch.randint(2**62, ()).item()) if request.seed is None else request.seed
+        return Row(
+            index=index,
+            request=request,
+            seed=seed & (2**64 - 1),
+            stop_ids=frozenset((*eos_ids, *request.stop_token_ids)),
+            finder=StopStringFinder(self.detokenize, request.stop)
+            if request.stop and self.detokenize
+            else None,
+            not_speculating=self._limits.why_never_speculating(request),
+        )
+
+    def _admit(self, scheduler: Scheduler) -> list[Row]:
+        """Prefills waiting requests into free slots; the logits of a prompt's last position give its first token."""
+        first_slot, start_s = len(scheduler.active), scheduler.now_s()
+        rows = scheduler.admit()
+        if not rows:
+            return rows
+        with self._watch.phase("prefill"):
+            logits = prompt_logits(
+                self.target,
+                [row.token_ids for row in rows],
+                first_slot=first_slot,
+                chunk=self.config.prefill_chunk_tokens,
+            )
+        batch = self._batch_of(rows)
+        judgement = self._judge(logits, None, batch, batch.noise(1))
+        now_s = scheduler.now_s()
+        prefill_ms = self._watch.take()["prefill"]
+        for i, row in enumerate(rows):
+            row.commit(judgement.blocks[i], judgement.logprobs_of(i, row.request), now_s)
+            row.times.prefill_ms += prefill_ms / len(rows)
+            row.times.overhead_ms += max(0.0, (now_s - start_s) * 1e3 - prefill_ms) / len(rows)
+        self._batch = None
+        return rows
+
+    def _round(self, scheduler: Scheduler) -> None:
+        """One draft loop, one target forward, one transfer to the host, for all active rows."""
+        rows, start_s = scheduler.active, scheduler.now_s()
+        if self._batch is None:
+            self._batch = self._batch_of(rows)
+        batch, proposal, wanted = self._batch, None, [0] * len(rows)
+        if self.drafter is not None:
+            wanted = self._limits.bound(rows, self._gamma.choose(rows))
+        uniform_PBT = batch.noise(max(wanted) + 1)
+        if self.drafter is not None and max(wanted):
+            with self._watch.phase("prefill"):
+                self.drafter.catch_up(rows, wanted, chunk=self.config.prefill_chunk_tokens)
+            proposal = self.drafter.propose(batch, wanted, uniform_PBT, self._watch)
+        width = self._limits.width(rows, max(wanted))
+        with self._watch.phase("verify"):
+            logits = self._verify_forward(batch, proposal, width)
+        judgement = self._judge(logits, proposal, batch, uniform_PBT)
+        self._commit(batch, judgement, scheduler.now_s())
+        self._account(rows, judgement, wanted, width, (scheduler.now_s() - start_s) * 1e3)
+
+    def _verify_forward(self, batch: Batch, proposal: Optional[Proposal], width: int) -> Tensor:
+        """Logits [B, T, V] after the last committed token and each proposal; the block is padded to `width`."""
+        last_B1 = batch.column([row.token_ids[-1] for row in batch.rows])[:, None]
+        parts = [last_B1] if proposal is None else [last_B1, proposal.ids_BG]
+        num_used = 1 if proposal is None else 1 + proposal.ids_BG.shape[1]
+        parts.append(last_B1.expand(-1, width - num_used))
+        starts = [len(row.token_ids) - 1 for row in batch.rows]
+        logits = self.target.step(
+            torch.cat(parts, dim=1), batch.column(starts), num_cached=max(starts) + width
+        )
+        return logits[:, :num_used]
+
+    def _commit(self, batch: Batch, judgement: Judgement, now_s: float) -> None:
+        for slot, row in enumerate(batch.rows):
+            num_proposed, num_accepted = judgement.num_proposed[slot], judgement.num_accepted[slot]
+            row.rounds.append((row.num_generated, num_proposed, num_accepted))
+            if num_proposed:
+                # The draft was fed every proposal but the last one.
+                row.draft_valid = len(row.token_ids) + min(num_accepted, judgement.num_drafted - 1)
+            kept = row.commit(judgement.blocks[slot], judgement.logprobs_of(slot, row.request), now_s)
+            batch.sampling.observe(slot, kept)
+
+    def _account(
+        self, rows: Sequence[Row], judgement: Judgement, wanted: Sequence[int], width: int, round_ms: float
+    ) -> None:
+        ms = self._watch.take()
+        draft_ms, verify_ms, prefill_ms = ms.get("draft", 0.0), ms.get("verify", 0.0), ms.get("prefill", 0.0)
+        overhead_ms = max(0.0, round_ms - draft_ms - verify_ms - prefill_ms)
+        for row in rows:
+            row.times.draft_ms += draft_ms / len(rows)
+            row.times.verify_ms += verify_ms / len(rows)
+            row.times.prefill_ms += prefill_ms / len(rows)
+            row.times.overhead_ms += overhead_ms / len(rows)
+        for row, num in zip(rows, wanted, strict=True):
+            row.times.num_draft_steps += judgement.num_drafted if num else 0
+        self._gamma.observe(
+            RoundReport(
+                rows=rows,
+                num_proposed=judgement.num_proposed,
+                num_accepted=judgement.num_accepted,
+                num_drafted=judgement.num_drafted,
+                width=width,
+                draft_ms=draft_ms,
+                verify_ms=verify_ms,
+                overhead_ms=overhead_ms,
+            )
+        )
+
+    def _retire(self, scheduler: Scheduler) -> list[Row]:
+        finished, moves = scheduler.retire()
+        for source, destination in moves:
+            row = scheduler.active[destination] if destination < len(scheduler.active) else None
+            if row is not None and row.finish_reason is None:
+                assert self.target.cache is not None
+                self.target.cache.move_slot(source, destination, len(row.token_ids))
+                if self.drafter is not None and self.drafter.runner.cache is not None:
+                    self.drafter.runner.cache.move_slot(source, destination, row.draft_valid)
+        if finished:
+            self._batch = None
+        return finished
+
+    def _batch_of(self, rows: Sequence[Row]) -> Batch:
+        return Batch(rows, vocab_size=self.target.vocab_size, device=self.device)
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

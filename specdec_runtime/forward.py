@@ -1,0 +1,223 @@
+"""One model with its slots: forwards that write a block of tokens per row and give logits.
+
+Shape legend: B rows, L positions of the block, V vocabulary.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_runtime.attention import attention_of_runtime, causal_mask
+from specdec_runtime.cache import SCRATCH, SlotCache, kv_bytes_per_position
+from specdec_runtime.graphs import GraphedSteps
+
+LENGTH_STEP = 64  # attended lengths are rounded up to this: few shapes, and vector kernels without a tail
+
+
+class StepOptions(NamedTuple):
+    """How decode steps are run. `pads_rows`: each one has as many rows as there are slots."""
+
+    compile: bool = False
+    cuda_graphs: bool = False
+    pads_rows: bool = False
+
+
+class ModelRunner:
+    """Wraps a causal LM (target or draft) with a slot cache.
+
+    Args:
+        model: any Transformers causal LM whose attention goes through the attention interface.
+        role: "target" or "draft", for messages.
+        options: how decode steps are run.
+
+    Raises:
+        ValueError: the model's attention or cache cannot be used; names the model and why.
+    """
+
+    def __init__(self, model: PreTrainedModel, role: str, options: Optional[StepOptions] = None) -> None:
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ValueError(
+                f"{role} {type(model).__name__}: its attention does not go through Transformers' attention interface, so the "
+                "runtime cannot mask it per row; use an architecture that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ...)"
+            )
+        options = options or StepOptions()
+        self.model, self.role = model.eval(), role
+        self.device, self.dtype = model.device, model.dtype
+        # dynamic=True: attended lengths and batch sizes change all the time, and each must not be compiled anew.
+        self._step_model = torch.compile(model, dynamic=True) if options.compile else model
+        self._graphs = GraphedSteps() if options.cuda_graphs and self.device.type == "cuda" else None
+        self._pads_rows = options.pads_rows or self._graphs is not None
+        config = model.config.get_text_config()
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.context = _context_of(config)
+        self.num_layers = int(config.num_hidden_layers)
+        self.kv_bytes_per_position = kv_bytes_per_position(model)
+        self.num_input_ids = int(model.get_input_embeddings().weight.shape[0])
+        self.clamps_ids = False  # set where ids may come that the model does not know
+        self.cache: Optional[SlotCache] = None
+
+    def kv_bytes(self, num_slots: int, capacity: int) -> int:
+        """Bytes that `allocate` with these figures takes."""
+        return self.kv_bytes_per_position * num_slots * padded_capacity(capacity)
+
+    def allocate(self, num_slots: int, capacity: int) -> None:
+        """Makes room for `num_slots` sequences of `capacity` positions; a cache that is large enough is kept."""
+        capacity = padded_capacity(capacity)
+        if self.cache is None or self.cache.num_slots < num_slots or self.cache.capacity < capacity:
+            self.cache = None  # frees the old one before the new one is made
+            self.cache = SlotCache(self.num_layers, num_slots, capacity)
+            if self._graphs is not None:
+                self._graphs.clear()
+
+    def forward(
+        self,
+        ids_BL: Tensor,
+        starts_B: Tensor,
+        *,
+        num_cached: int,
+        first_slot: int = 0,
+        num_logits: Optional[int] = None,
+        sits_out_B: Optional[Tensor] = None,
+    ) -> Optional[Tensor]:
+        """Feeds L tokens per row at positions `starts_B + 0..L-1`, overwriting what was cached there.
+
+        Args:
+            num_cached: no row attends beyond this many positions (rounded up here).
+            num_logits: logits of the last `num_logits` positions only; None all, 0 none (the head is not run).
+            sits_out_B: rows that take no part: they write to the scratch positions and their logits mean nothing.
+
+        Returns:
+            Logits [B, num_logits, V] in the model's dtype, or None when num_logits is 0.
+        """
+        return self._compute(
+            self.model, ids_BL, starts_B, sits_out_B, self._rounded(num_cached), first_slot, num_logits
+        )
+
+    def step(
+        self,
+        ids_BL: Tensor,
+        starts_B: Tensor,
+        *,
+        num_cached: int,
+        num_logits: Optional[int] = None,
+        sits_out_B: Optional[Tensor] = None,
+    ) -> Tensor:
+        """A decode forward over the first slots, as `forward`, by CUDA graph or compiled code where that is on.
+
+        The logits may be overwritten by the next step.
+        """
+        assert self.cache is not None
+        num_cached, num_rows = self._rounded(num_cached), ids_BL.shape[0]
+        if not self._pads_rows:
+            logits = self._compute(self._step_model, ids_BL, starts_B, sits_out_B, num_cached, 0, num_logits)
+            assert logits is not None
+            return logits
+        num_padding = self.cache.num_slots - num_rows
+        if sits_out_B is None:
+            sits_out_B = torch.zeros_like(starts_B, dtype=torch.bool)
+        ids_BL = nn.functional.pad(ids_BL, (0, 0, 0, num_padding))
+        starts_B = nn.functional.pad(starts_B, (0, num_padding))
+        sits_out_B = nn.functional.pad(sits_out_B, (0, num_padding), value=True)
+
+        def compute(ids: Tensor, starts: Tensor, sits_out: Tensor) -> Optional[Tensor]:
+            return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits)
+
+        if self._graphs is None:
+            logits = compute(ids_BL, starts_B, sits_out_B)
+        else:
+            key = (num_cached, num_logits or 0)
+            logits = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B)
+        assert logits is not None
+        return logits[:num_rows]
+
+    def _rounded(self, num_cached: int) -> int:
+        assert self.cache is not None
+        return min(-(-num_cached // LENGTH_STEP) * LENGTH_STEP, self.cache.capacity)
+
+    def _compute(
+        self,
+        model: Callable[..., Any],
+        ids_BL: Tensor,
+        starts_B: Tensor,
+        sits_out_B: Optional[Tensor],
+        num_cached: int,
+        first_slot: int,
+        num_logits: Optional[int],
+    ) -> Optional[Tensor]:
+        assert self.cache is not None
+        num_positions = ids_BL.shape[1]
+        positions_BL = starts_B[:, None] + torch.arange(num_positions, device=self.device)
+        if sits_out_B is not None:
+            assert num_positions <= SCRATCH
+            scratch_L = torch.arange(num_positions, device=self.device) + self.cache.capacity - SCRATCH
+            write_BL = torch.where(sits_out_B[:, None], scratch_L, positions_BL)
+        else:
+            write_BL = positions_BL
+        self.cache.begin(positions_BL=write_BL, first_slot=first_slot, num_cached=num_cached)
+        # Padding behind the last position of a full context is never committed, but must be a legal position.
+        position_ids_BL = positions_BL.clamp(max=self.context - 1)
+        mask = causal_mask(positions_BL, num_cached, self.dtype)
+        module = self.model.base_model if num_logits == 0 else model
+        extra = {} if num_logits == 0 else {"logits_to_keep": num_logits or 0}
+        with attention_of_runtime(self.model):
+            out = module(
+                input_ids=ids_BL.clamp(max=self.num_input_ids - 1) if self.clamps_ids else ids_BL,
+                attention_mask=mask,
+                position_ids=position_ids_BL,
+                past_key_values=self.cache,
+                use_cache=True,
+                **extra,
+            )
+        return None if num_logits == 0 else out.logits
+
+    def prefill(
+        self, token_ids: Sequence[int], start: int, *, slot: int, chunk: int, wants_logits: bool
+    ) -> Optional[Tensor]:
+        """Feeds a row's tokens from position `start` on in chunks; logits [1, 1, V] of the last one when wanted."""
+        logits = None
+        for first in range(0, len(token_ids), chunk):
+            part = list(token_ids[first : first + chunk])
+            is_last = first + chunk >= len(token_ids)
+            logits = self.forward(
+                torch.tensor([part], device=self.device),
+                torch.tensor([start + first], device=self.device),
+                num_cached=start + first + len(part),
+                first_slot=slot,
+                num_logits=1 if wants_logits and is_last else 0,
+            )
+        return logits
+
+
+def _context_of(config: Any) -> int:
+    """Positions that a sequence may have. Where rotary frequencies change with the longest row of a batch ("dynamic",
+    "longrope"), it ends where they would, because rows must not change each other."""
+    context = getattr(config, "max_position_embeddings", None) or 2**31
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        context = min(context, original or context)
+    return int(context)
+
+
+def padded_capacity(capacity: int) -> int:
+    """Positions per slot: rounded up, with the scratch positions behind."""
+    return -(-capacity // LENGTH_STEP) * LENGTH_STEP + SCRATCH
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Free memory of the device, or of the host for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

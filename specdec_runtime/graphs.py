@@ -1,0 +1,77 @@
+"""Decode steps as CUDA graphs: one replay in place of some thousand kernel launches.
+
+A graph is captured per shape (rows, width, attended length, logits), and the batch is padded to all slots, so that few
+shapes occur. Keys and values are written through the cache's own tensors, which never move.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("specdec_runtime")
+
+NUM_WARMUP_RUNS = 2
+
+Compute = Callable[[Tensor, Tensor, Tensor], Optional[Tensor]]  # (ids_BL, starts_B, sits_out_B) -> logits
+
+
+class Captured(NamedTuple):
+    """A graph with its static inputs and output."""
+
+    graph: torch.cuda.CUDAGraph
+    ids_BL: Tensor
+    starts_B: Tensor
+    sits_out_B: Tensor
+    logits: Optional[Tensor]
+
+
+class GraphedSteps:
+    """Captures a step at its first use and replays it afterwards; falls back to eager when a capture fails."""
+
+    def __init__(self) -> None:
+        self._captured: dict[tuple[int, ...], Captured] = {}
+        self._pool: Any = None
+        self.is_usable = True
+
+    def clear(self) -> None:
+        """Forgets all graphs: their cache tensors are gone."""
+        self._captured.clear()
+
+    def run(
+        self, key: tuple[int, ...], compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor
+    ) -> Optional[Tensor]:
+        """Logits of `compute(ids, starts, sits_out)`; they are overwritten by the next step of the same key."""
+        if not self.is_usable:
+            return compute(ids_BL, starts_B, sits_out_B)
+        key = (*ids_BL.shape, *key)
+        if key not in self._captured:
+            try:
+                self._captured[key] = self._capture(compute, ids_BL, starts_B, sits_out_B)
+            except RuntimeError as error:
+                self.is_usable = False
+                logger.warning("CUDA graph capture failed, decoding goes on without graphs: %s", error)
+                return compute(ids_BL, starts_B, sits_out_B)
+        step = self._captured[key]
+        step.ids_BL.copy_(ids_BL)
+        step.starts_B.copy_(starts_B)
+        step.sits_out_B.copy_(sits_out_B)
+        step.graph.replay()
+        return step.logits
+
+    def _capture(self, compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor) -> Captured:
+        inputs = ids_BL.clone(), starts_B.clone(), sits_out_B.clone()
+        make_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+        side = make_stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(NUM_WARMUP_RUNS):  # writes the same keys and values as the step itself
+                compute(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = compute(*inputs)
+        self._pool = self._pool or graph.pool()
+        return Captured(graph, *inputs, logits)

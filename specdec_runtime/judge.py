@@ -1,0 +1,130 @@
+"""From the target's logits to committed blocks on the host: warp p, apply the rule, one packed transfer.
+
+Shape legend: B rows, G proposed positions, T = G + 1, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from specdec_runtime.batch import Batch
+from specdec_runtime.config import DecoderConfig
+from specdec_runtime.drafter import Proposal
+from specdec_runtime.lossy import lossy_accepts
+from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.request import Request
+from specdec_runtime.scheduler import TokenLogprob
+from specdec_runtime.verify import Verdict, verify_chain
+
+
+@dataclass
+class Judgement:
+    """Host side of a round. `blocks[row]`: accepted tokens and the next one. `num_drafted`: draft steps that were run."""
+
+    blocks: list[list[int]]
+    num_proposed: list[int]
+    num_accepted: list[int]
+    num_drafted: int
+    token_logprobs: Optional[list[list[float]]] = None
+    top_ids: Optional[list[list[list[int]]]] = None
+    top_logprobs: Optional[list[list[list[float]]]] = None
+
+    def logprobs_of(self, row: int, request: Request) -> list[TokenLogprob]:
+        """Entries for the tokens of the row's block; empty when the request wants none."""
+        if request.logprobs is None:
+            return []
+        assert self.token_logprobs is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        k = request.logprobs
+        return [
+            TokenLogprob(self.token_logprobs[row][i], self.top_ids[row][i][:k], self.top_logprobs[row][i][:k])
+            for i in range(len(self.blocks[row]))
+        ]
+
+
+class Judge:
+    """Applies the verification rule to a round's logits."""
+
+    def __init__(self, config: DecoderConfig, draft_vocab_ids_N: Optional[Tensor]) -> None:
+        self.config, self.draft_vocab_ids_N = config, draft_vocab_ids_N
+
+    def __call__(
+        self,
+        logits_BTV: Tensor,
+        proposal: Optional[Proposal],
+        batch: Batch,
+        uniform_PBT: Optional[Tensor],
+    ) -> Judgement:
+        """logits_BTV: raw, any dtype; position i follows the i-th proposal. proposal: None in plain decoding."""
+        num_rows, num_positions = logits_BTV.shape[:2]
+        if proposal is None:
+            none_B0 = torch.zeros(num_rows, 0, dtype=torch.long, device=logits_BTV.device)
+            proposal = Proposal(none_B0, none_B0.new_zeros(num_rows), None)
+        verdict = self._verdict(logits_BTV, proposal, batch, uniform_PBT)
+        block_BT = torch.nn.functional.pad(proposal.ids_BG, (0, 1))
+        block_BT.scatter_(1, verdict.num_accepted_B[:, None], verdict.next_ids_B[:, None])
+        counts_B2 = torch.stack([proposal.num_proposed_B, verdict.num_accepted_B], dim=1)
+        packed = torch.cat([counts_B2, block_BT], dim=1).tolist()
+        judgement = Judgement(
+            blocks=[row[2 : 3 + row[1]] for row in packed],
+            num_proposed=[row[0] for row in packed],
+            num_accepted=[row[1] for row in packed],
+            num_drafted=num_positions - 1,
+        )
+        wanted = [r.logprobs for r in batch.sampling.requests if r.logprobs is not None]
+        if wanted:
+            _add_logprobs(judgement, logits_BTV, block_BT, max(wanted))
+        return judgement
+
+    def _verdict(
+        self,
+        logits_BTV: Tensor,
+        proposal: Proposal,
+        batch: Batch,
+        uniform_PBT: Optional[Tensor],
+    ) -> Verdict:
+        sampling = batch.sampling
+        draft = {"draft_ids_BG": proposal.ids_BG, "num_proposed_B": proposal.num_proposed_B}
+        if sampling.all_greedy and self.config.lossless and not sampling.changes_logits:
+            return verify_chain(**draft, target_ids_BT=logits_BTV.argmax(dim=2))
+        adjusted_BTV = sampling.adjust(
+            logits_BTV, num_generated_B=batch.num_generated(), proposed_BG=proposal.ids_BG, first_offset=0
+        )
+        if sampling.all_greedy and self.config.lossless:
+            return verify_chain(**draft, target_ids_BT=adjusted_BTV.argmax(dim=2))
+        probs_BTV = sampling.warp(adjusted_BTV)
+        if uniform_PBT is None:
+            uniform_PBT = probs_BTV.new_zeros(
+                3, *probs_BTV.shape[:2]
+            )  # temperature 0: nothing is left to chance
+        accept_uniform_BG = uniform_PBT[ACCEPT, :, : proposal.ids_BG.shape[1]]
+        lossy_accept_BG = None
+        if not self.config.lossless:
+            lossy_accept_BG = lossy_accepts(
+                self.config,
+                proposal,
+                probs_BTV=probs_BTV,
+                adjusted_BTV=adjusted_BTV,
+                is_greedy_B=sampling.temperature_B == 0,
+                accept_uniform_BG=accept_uniform_BG,
+                draft_vocab_ids_N=self.draft_vocab_ids_N,
+            )
+        return verify_chain(
+            **draft,
+            target_probs_BTV=probs_BTV,
+            draft_probs_BGN=proposal.probs_BGN,
+            draft_vocab_ids_N=self.draft_vocab_ids_N,
+            accept_uniform_BG=accept_uniform_BG,
+            next_uniform_BT=uniform_PBT[NEXT, :, : probs_BTV.shape[1]],
+            lossy_accept_BG=lossy_accept_BG,
+        )
+
+
+def _add_logprobs(judgement: Judgement, logits_BTV: Tensor, block_BT: Tensor, k: int) -> None:
+    logprobs_BTV = logits_BTV.float().log_softmax(dim=2)
+    judgement.token_logprobs = logprobs_BTV.gather(2, block_BT[:, :, None]).squeeze(2).tolist()
+    top = logprobs_BTV.topk(min(k, logprobs_BTV.shape[2]), dim=2)
+    judgement.top_ids, judgement.top_logprobs = top.indices.tolist(), top.values.tolist()

@@ -1,0 +1,139 @@
+"""What a decoder refuses, and how far it lets speculation go: memory, contexts, and the guards of the config."""
+
+import logging
+from collections.abc import Sequence
+from typing import Optional
+
+from specdec_runtime.config import DecoderConfig
+from specdec_runtime.drafter import Drafter
+from specdec_runtime.forward import ModelRunner, free_memory_bytes
+from specdec_runtime.request import Request
+from specdec_runtime.scheduler import Row
+from specdec_runtime.stats import Stats
+
+logger = logging.getLogger("specdec_runtime")
+
+_GIB = 2**30
+_MIN_JUDGED_TO_WARN = 100
+
+
+class Limits:
+    """Bounds of one decoder."""
+
+    def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Drafter]) -> None:
+        self.config, self.target, self.drafter = config, target, drafter
+
+    def check_request(self, index: int, request: Request, *, has_detokenize: bool) -> None:
+        """Raises ValueError when a request cannot be served as asked."""
+        vocab_size, context = self.target.vocab_size, self.target.context
+        length = len(request.prompt_token_ids) + request.max_new_tokens
+        limit = min(context, self.config.max_length or context)
+        if length > limit:
+            source = "max_length" if limit != context else "the target's context"
+            raise ValueError(
+                f"request {index}: prompt of {len(request.prompt_token_ids)} tokens + max_new_tokens="
+                f"{request.max_new_tokens} is {length}, above {source} of {limit}; shorten one of them"
+            )
+        named = {"prompt_token_ids": request.prompt_token_ids, "stop_token_ids": request.stop_token_ids}
+        named["logit_bias"] = list(request.logit_bias or ())
+        for name, ids in named.items():
+            wrong = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+            if wrong:
+                raise ValueError(
+                    f"request {index}: {name} has id {wrong[0]}, outside the vocabulary of {vocab_size}"
+                )
+        if request.logprobs is not None and request.logprobs > vocab_size:
+            raise ValueError(
+                f"request {index}: logprobs={request.logprobs} is above the vocabulary of {vocab_size}"
+            )
+        if request.stop and not has_detokenize:
+            raise ValueError(
+                f"request {index}: stop={list(request.stop)} needs SpeculativeDecoder(..., detokenize=...)"
+            )
+
+    def allocate(self, rows: Sequence[Row]) -> None:
+        """Allocates the caches for these rows.
+
+        Raises:
+            ValueError: they do not fit into `kv_memory_limit_gib` or the free memory; names all figures.
+        """
+        if not rows:
+            return
+        longest = max(len(row.token_ids) + row.request.max_new_tokens for row in rows)
+        capacity = self.config.max_length or longest
+        # Room for a block that is padded behind the last token of a full row.
+        capacity += max(self.config.fixed_width or 0, self.config.num_speculative_tokens + 1)
+        num_slots = self.config.max_batch_size
+        if not self.config.width_invariant:
+            num_slots = min(num_slots, len(rows))
+        plans = [("target", self.target, capacity)]
+        if self.drafter is not None:
+            plans.append(("draft", self.drafter.runner, min(capacity, self.drafter.runner.context)))
+        held = sum(
+            r.kv_bytes(r.cache.num_slots, r.cache.capacity) for _, r, _ in plans if r.cache is not None
+        )
+        needed = {name: runner.kv_bytes(num_slots, size) for name, runner, size in plans}
+        limit = self.config.kv_memory_limit_gib
+        available = limit * _GIB if limit is not None else free_memory_bytes(self.target.device) + held
+        if sum(needed.values()) > available:
+            parts = " + ".join(f"{size / _GIB:.3f} GiB for the {name}" for name, size in needed.items())
+            raise ValueError(
+                f"KV caches need {parts} ({num_slots} slots of {capacity} tokens), but "
+                f"{'kv_memory_limit_gib allows' if limit is not None else 'there are'} {available / _GIB:.3f} GiB"
+                f"{'' if limit is not None else ' free'}; lower max_batch_size, max_length or max_new_tokens"
+            )
+        for _, runner, size in plans:
+            runner.allocate(num_slots, size)
+
+    def why_never_speculating(self, request: Request) -> Optional[str]:
+        """The reason why a request is decoded plainly from the start, or None."""
+        limit = self.config.max_prompt_tokens_to_speculate
+        if self.drafter is None:
+            return "no draft"
+        if not request.speculate:
+            return "speculate=False"
+        if limit is not None and len(request.prompt_token_ids) > limit:
+            return f"prompt of {len(request.prompt_token_ids)} tokens is above max_prompt_tokens_to_speculate={limit}"
+        return None
+
+    def bound(self, rows: Sequence[Row], gammas: Sequence[int]) -> list[int]:
+        """Proposals per row: what the policy chose, within all limits. Sets `row.not_speculating` where a limit ends it."""
+        assert self.drafter is not None
+        context = self.drafter.runner.context
+        per_row = max(1, self.config.max_draft_tokens // len(rows))
+        bounded = []
+        for row, gamma in zip(rows, gammas, strict=True):
+            # The last proposal is sampled from the position of the one before it, which the draft must be able to hold.
+            room = context - len(row.token_ids) + 1
+            if room < 1 and row.not_speculating is None:
+                row.not_speculating = f"beyond the draft's context of {context} tokens"
+            if row.not_speculating is not None:
+                bounded.append(0)
+            else:
+                bounded.append(max(0, min(gamma, per_row, row.num_remaining - 1, room)))
+        return bounded
+
+    def width(self, rows: Sequence[Row], num_proposed: int) -> int:
+        """Tokens per row of the target's forward, constant over a run with a fixed gamma: kernels may round by width."""
+        if self.config.fixed_width is not None:
+            return self.config.fixed_width
+        is_speculating = any(row.not_speculating is None for row in rows)
+        if self.config.gamma == "fixed" and is_speculating:
+            per_row = max(1, self.config.max_draft_tokens // len(rows))
+            return 1 + min(self.config.num_speculative_tokens, per_row)
+        return 1 + num_proposed
+
+
+def warn_if_not_accepted(stats: Stats, config: DecoderConfig) -> None:
+    """Warns when the draft's tokens mostly fall when they are judged."""
+    num_judged = sum(stats.judged_per_position)
+    if num_judged < _MIN_JUDGED_TO_WARN:
+        return
+    rate = stats.num_accepted / num_judged
+    if rate < config.min_conditional_acceptance:
+        logger.warning(
+            "the target accepts %.0f%% of the draft tokens that it judges (min_conditional_acceptance=%.2f): "
+            "distil the draft for this traffic, lower num_speculative_tokens, or set gamma=auto",
+            100 * rate,
+            config.min_conditional_acceptance,
+        )

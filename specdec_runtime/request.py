@@ -1,0 +1,140 @@
+"""What goes into the engine and what comes out: requests, outputs, streamed events."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from specdec_runtime.stats import Stats
+
+
+@dataclass
+class Request:
+    """One prompt and how it is to be continued. Every parameter is applied to the target's distribution p and to the
+    draft's distribution q; none is ignored.
+
+    The order of the warpers is: logit_bias, repetition_penalty, presence_penalty, min_new_tokens, temperature,
+    top_k, top_p, min_p.
+
+    Args:
+        prompt_token_ids: at least one id.
+        max_new_tokens: hard cap on generated tokens.
+        min_new_tokens: no EOS and no stop id before this many generated tokens.
+        temperature: 0 is greedy (the argmax after bias and penalties).
+        top_k: keep the k most likely ids; None keeps all.
+        top_p: keep the smallest set of ids whose mass reaches top_p; 1 keeps all (Holtzman et al. 2019).
+        min_p: keep ids with at least min_p times the mass of the most likely one; 0 keeps all.
+        repetition_penalty: > 1 divides positive and multiplies negative logits of ids seen in prompt or output (CTRL).
+        presence_penalty: subtracted from the logits of ids seen in the output.
+        logit_bias: id -> number added to its logit.
+        stop_token_ids: further ids that end the output like EOS does (the id is kept in the output).
+        stop: strings that end the output; text, ids and logprobs are cut before the string. Needs a `detokenize`.
+        ignore_eos: go on past the model's EOS; `stop_token_ids` still end the output.
+        seed: None draws one from torch's global generator.
+        logprobs: number of most likely ids, with their log-probabilities under the raw target distribution (no
+            warper, temperature 1), to return for each generated token. 0 returns the chosen token's only.
+        speculate: False decodes this request plainly, next to others that speculate.
+
+    Raises:
+        ValueError: a value is out of range; names the field, the value and the way out.
+    """
+
+    prompt_token_ids: Sequence[int]
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: Optional[int] = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    logit_bias: Optional[dict[int, float]] = None
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    seed: Optional[int] = None
+    logprobs: Optional[int] = None
+    speculate: bool = True
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = [int(token) for token in self.prompt_token_ids]
+        if isinstance(self.stop, str):
+            self.stop = (self.stop,)
+        if not self.prompt_token_ids:
+            raise ValueError(
+                "prompt_token_ids=[]: a request needs at least one token (put a BOS token there)"
+            )
+        if any(text == "" for text in self.stop):
+            raise ValueError("stop contains an empty string, which is found everywhere: leave it out")
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "must be >= 1"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "must lie in [0, max_new_tokens]",
+            ),
+            (
+                "temperature",
+                self.temperature >= 0 and math.isfinite(self.temperature),
+                "must be >= 0 (0 is greedy)",
+            ),
+            ("top_k", self.top_k is None or self.top_k >= 1, "must be >= 1, or None to keep all ids"),
+            ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "must be > 0 (1 is none)"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "must be a finite number"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "must be >= 0, or None for none"),
+        )
+        for name, is_right, hint in checks:
+            if not is_right:
+                raise ValueError(f"{name}={getattr(self, name)}: {hint}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on which ids were seen before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+
+
+@dataclass
+class Logprobs:
+    """Per generated token, under the raw target distribution. The three lists have one entry per token."""
+
+    token_logprobs: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` entries."""
+        for values in (self.token_logprobs, self.top_ids, self.top_logprobs):
+            del values[num_tokens:]
+
+
+@dataclass
+class Output:
+    """What a request gave.
+
+    Args:
+        token_ids: generated ids only; an EOS or stop id that ended the output is the last of them.
+        finish_reason: "stop" (EOS, stop id or stop string) or "length" (max_new_tokens).
+        text: decoded output when the decoder has a `detokenize`, cut before a stop string.
+        token_times_s: seconds from the start of the call to the commit of each token.
+        lossless: False when a lossy acceptance rule was in force.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    logprobs: Optional[Logprobs] = None
+    text: Optional[str] = None
+    token_times_s: list[float] = field(default_factory=list)
+    lossless: bool = True
+
+
+@dataclass
+class StreamEvent:
+    """Tokens of one request, as they are committed; the last event of a request has a finish_reason and the output."""
+
+    request_index: int
+    token_ids: list[int]
+    finish_reason: Optional[str] = None
+    output: Optional[Output] = None

@@ -1,0 +1,50 @@
+"""A tiny seeded target and settings, shared by the tests of the corpus."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.context import StageContext
+from pipeline.corpus.stage import run_corpus
+from pipeline.models import resolve_target
+from pipeline.random_target import build_model, build_tokenizer
+from pipeline.schema import Config, CorpusConfig, RandomModelConfig, TargetConfig
+from pipeline.tracker import Tracker
+
+
+@cache
+def tiny_model() -> LlamaForCausalLM:
+    return build_model(RandomModelConfig())
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(RandomModelConfig().vocab_size)
+
+
+def tiny_config(artifacts: Path, **corpus: object) -> Config:
+    """24 self-asked prompts in shards of 8, in float32, unless `corpus` says otherwise."""
+    settings: dict[str, object] = {
+        "num_prompts": 24,
+        "max_new_tokens": 24,
+        "batch_size": 8,
+        "shard_rows": 8,
+        "topk": 8,
+        **corpus,
+    }
+    target = TargetConfig(name="tiny", random=RandomModelConfig(), dtype="float32")
+    return Config(artifacts_dir=str(artifacts), target=target, corpus=CorpusConfig(**settings))  # type: ignore[arg-type]
+
+
+def make_context(config: Config, work_dir: Path) -> StageContext:
+    """The context that the runner would hand to the stage."""
+    work_dir.mkdir(parents=True, exist_ok=True)
+    return StageContext(config, work_dir, {}, Tracker(), resolve_target(config))
+
+
+def run_stage(artifacts: Path, work_dir: Path) -> None:
+    """The stage on 48 prompts in shards of 8: the program that the tests kill."""
+    torch.set_num_threads(1)
+    run_corpus(make_context(tiny_config(artifacts, num_prompts=48, max_new_tokens=40), work_dir))

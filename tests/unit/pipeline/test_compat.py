@@ -1,0 +1,154 @@
+"""Findings for pairs that do not fit, one fault at a time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.compat import (
+    Finding,
+    check_generation_config,
+    check_rope,
+    check_shapes,
+    demote,
+    errors,
+    raise_on_errors,
+)
+from pipeline.pair import check_pair, check_start_draft
+from pipeline.weight_files import check_weight_files
+from tests.unit.pipeline.tiny_models import FAMILIES, make_model, make_tokenizer, save
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return save(tmp_path / "target", make_model(num_layers=3))
+
+
+def codes(findings: list[Finding]) -> set[str]:
+    return {finding.code for finding in findings if finding.severity == "error"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_good_pair_of_each_family_has_no_findings(tmp_path: Path, target: Path, family: str) -> None:
+    draft = save(tmp_path / "draft", make_model(family))
+    assert check_pair(target, draft) == []
+
+
+def test_other_tokenizer_of_the_same_size_is_refused_and_named(tmp_path: Path, target: Path) -> None:
+    """vllm 42775, sglang 24051: same vocabulary size, other tokens."""
+    draft = save(tmp_path / "draft", make_model(), make_tokenizer(swap=True))
+    findings = check_pair(target, draft)
+    assert codes(findings) == {"tokenizer"}
+    assert "2 tokens have other ids" in findings[0].message
+    assert "'w10' (target 10, draft 20)" in findings[0].message
+    with pytest.raises(ValueError, match=r"draft\.path"):
+        raise_on_errors(check_start_draft(target, draft))
+
+
+def test_swapped_special_tokens_are_found(tmp_path: Path, target: Path) -> None:
+    draft = save(tmp_path / "draft", make_model(), make_tokenizer(eos="<s>"))
+    findings = check_pair(target, draft)
+    assert codes(findings) == {"special_tokens"}
+    assert "eos_token (target '</s>', draft '<s>')" in findings[0].message
+
+
+def test_padded_vocabulary_is_no_other_tokenizer(tmp_path: Path, target: Path) -> None:
+    """trl 3028, vllm 7252: same ids, padded width."""
+    draft = save(tmp_path / "draft", make_model(vocab_size=104))
+    assert codes(check_pair(target, draft)) == {"vocab_padding"}
+    assert errors(check_start_draft(target, draft)) == []
+
+
+def test_head_narrower_than_the_tokenizer_is_refused(tmp_path: Path, target: Path) -> None:
+    draft = save(tmp_path / "draft", make_model(vocab_size=90))
+    assert codes(check_pair(target, draft)) == {"vocab_size"}
+    assert codes(check_start_draft(target, draft)) == {"vocab_size"}
+
+
+def test_shorter_context_names_the_crossing_point(tmp_path: Path, target: Path) -> None:
+    """SpecForge 271, vllm 58080: a context longer than the draft's."""
+    findings = check_pair(target, save(tmp_path / "draft", make_model("gpt2", context=64)))
+    assert codes(findings) == {"context_length"}
+    assert "from position 64 on" in findings[0].message
+
+
+def test_missing_chat_template_counts_only_when_chat_is_asked_for(tmp_path: Path, target: Path) -> None:
+    draft = save(tmp_path / "draft", make_model(), make_tokenizer(template=None))
+    assert codes(check_pair(target, draft)) == {"chat_template"}
+    assert check_pair(target, draft, chat=False) == []
+
+
+def test_penalty_in_generation_config_is_found(tmp_path: Path, target: Path) -> None:
+    """Soup 345: draft == target scored .862 because of a repetition penalty in generation_config."""
+    draft = save(tmp_path / "draft", make_model())
+    path = draft / "generation_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.05, "no_repeat_ngram_size": 0})
+    )
+    findings = check_pair(target, draft)
+    assert codes(findings) == {"penalty"}
+    assert "{'repetition_penalty': 1.05}" in findings[0].message
+    assert check_generation_config({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0}) == []
+
+
+def test_nan_weights_are_found_and_the_tensor_is_named(tmp_path: Path, target: Path) -> None:
+    draft = save(tmp_path / "draft", make_model())
+    weights = load_file(draft / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    findings = check_pair(target, draft)
+    assert codes(findings) == {"non_finite_weights"}
+    assert "model.layers.1.mlp.up_proj.weight" in findings[0].message
+    assert "1 NaN" in findings[0].message
+
+
+def test_cut_missing_and_incomplete_shards_are_found(tmp_path: Path) -> None:
+    folder = save(tmp_path / "draft", make_model(), max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert check_weight_files(folder, who="draft") == []
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[: len(whole) // 2])
+    found = check_weight_files(folder, who="draft")
+    assert codes(found) == {"broken_shard"}
+    assert shards[0].name in found[0].message
+    shards[0].unlink()
+    assert codes(check_weight_files(folder, who="draft")) == {"broken_shard"}
+    shards[0].write_bytes(shards[1].read_bytes())
+    assert "no shard holds" in check_weight_files(folder, who="draft")[0].message
+
+
+def test_folder_without_weights_or_with_pickles_only(tmp_path: Path) -> None:
+    assert codes(check_weight_files(tmp_path, who="draft")) == {"missing_weights"}
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    found = check_weight_files(tmp_path, who="draft")
+    assert [finding.code for finding in found] == ["pickle_weights"]
+    assert codes(found) == set()
+
+
+def test_missing_folder_and_broken_config_are_findings(tmp_path: Path, target: Path) -> None:
+    assert "missing_model" in codes(check_pair(target, tmp_path / "nowhere"))
+    draft = save(tmp_path / "draft", make_model())
+    (draft / "config.json").write_text("{")
+    assert "broken_config" in codes(check_pair(target, draft))
+
+
+def test_shapes_and_rope() -> None:
+    config = make_model().config
+    assert check_shapes(config) == []
+    config.num_key_value_heads = 3
+    assert codes(check_shapes(config)) == {"head_shape"}
+    config.num_key_value_heads, config.head_dim = 2, 12
+    assert [finding.severity for finding in check_shapes(config)] == ["warning"]
+    other = make_model().config
+    other.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
+    assert [finding.code for finding in check_rope(make_model().config, other)] == ["rope"]
+
+
+def test_demote_changes_only_the_named_codes() -> None:
+    found = [Finding("a", "error", "x"), Finding("b", "error", "y")]
+    assert [finding.severity for finding in demote(found, ["a"])] == ["warning", "error"]
+    with pytest.raises(ValueError, match=r"^y$"):
+        raise_on_errors(demote(found, ["a"]))

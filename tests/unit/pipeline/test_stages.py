@@ -1,0 +1,95 @@
+"""The fingerprint of a stage covers what it reads, and nothing else."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.models import ModelRef
+from pipeline.schema import Config
+from pipeline.stages import STAGES, input_revisions, load_function, stage_fingerprint
+from pipeline.store import file_revision, fingerprint_of
+from tests.conftest import Composer
+
+TARGET = ModelRef(path="somewhere", name="target", revision="abc")
+
+
+def fingerprints(config: Config, target: ModelRef = TARGET) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for stage in STAGES:
+        found[stage.name] = stage_fingerprint(stage, asdict(config), input_revisions(config, target), found)
+    return found
+
+
+def changed(first: dict[str, str], second: dict[str, str]) -> set[str]:
+    return {name for name in first if first[name] != second[name]}
+
+
+@pytest.mark.parametrize(
+    ("override", "stages_changed"),
+    [
+        ("corpus.max_new_tokens=7", {"corpus", "distill", "eval", "bench", "export"}),
+        ("corpus.held_out_fraction=0.4", {"distill", "eval", "bench", "export"}),
+        ("loss=tv", {"distill", "eval", "bench", "export"}),
+        ("train.learning_rate=0.1", {"distill", "eval", "bench", "export"}),
+        ("eval.num_bootstrap=7", {"eval", "export"}),
+        ("runtime.max_batch_size=3", {"bench", "export"}),
+        ("export.dtype=float16", {"export"}),
+        ("preflight.num_repeats=7", {"preflight", "export"}),
+        ("target.dtype=float16", {"preflight", "corpus", "distill", "eval", "bench", "export"}),
+        ("artifacts_dir=elsewhere", set()),
+        ("tracking=off", set()),
+        ("tracking.uri=http://127.0.0.1:1", set()),
+        ("stages=[corpus]", set()),
+        ("gate.min_speedup=1.5", set()),
+        ("target.name=other", {"export"}),
+    ],
+)
+def test_a_setting_changes_just_the_stages_that_read_it(
+    make_config: Composer, override: str, stages_changed: set[str]
+) -> None:
+    before, after = (
+        fingerprints(make_config("+experiment=tiny")),
+        fingerprints(make_config("+experiment=tiny", override)),
+    )
+    assert changed(before, after) == stages_changed
+
+
+def test_another_target_content_changes_every_stage_and_its_place_none(make_config: Composer) -> None:
+    config = make_config("+experiment=tiny")
+    assert changed(fingerprints(config), fingerprints(config, replace(TARGET, revision="def"))) == {
+        stage.name for stage in STAGES
+    }
+    assert not changed(fingerprints(config), fingerprints(config, replace(TARGET, path="moved")))
+
+
+def test_prompts_count_by_content_and_not_by_place(make_config: Composer, tmp_path: Path) -> None:
+    """A stale derived file was reused for another corpus (speculators 1081, SpecForge 602): the key is the content."""
+    first, copy, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    first.write_text('{"text": "a"}\n')
+    copy.write_text('{"text": "a"}\n')
+    other.write_text('{"text": "b"}\n')
+    found = [
+        fingerprints(make_config("+experiment=tiny", "corpus=prompts", f"corpus.prompts={file}"))
+        for file in (first, copy, other)
+    ]
+    assert not changed(found[0], found[1])
+    assert changed(found[0], found[2]) == {"corpus", "distill", "eval", "bench", "export"}
+    assert file_revision(first) == file_revision(copy) != file_revision(other)
+
+
+def test_fingerprint_does_not_depend_on_the_order_of_keys() -> None:
+    assert fingerprint_of({"a": 1, "b": [1.0, None]}) == fingerprint_of({"b": [1.0, None], "a": 1})
+    assert fingerprint_of({"a": 1}) != fingerprint_of({"a": 2})
+
+
+def test_every_stage_function_exists() -> None:
+    for stage in STAGES:
+        assert callable(load_function(stage.function))
+
+
+def test_stages_are_listed_after_their_upstream() -> None:
+    seen: set[str] = set()
+    for stage in STAGES:
+        assert set(stage.upstream) <= seen
+        seen.add(stage.name)

@@ -1,0 +1,183 @@
+"""What requests promise: caps, stops, seeds, logprobs, refusals."""
+
+import pytest
+import torch
+
+from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder
+
+
+def text_of(ids: list[int]) -> str:
+    """A toy detokenizer: one letter per id."""
+    return "".join(chr(ord("a") + i % 26) for i in ids)
+
+
+def decoder(target, draft, **config) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, draft, DecoderConfig(**config), detokenize=text_of)
+
+
+def test_max_new_tokens_is_a_hard_cap(target):
+    """transformers 47195: never more than asked for, also when everything is accepted."""
+    requests = [Request([5, 6], n, ignore_eos=True) for n in (1, 2, 3, 5, 6, 7)]
+    outputs = decoder(target, target, num_speculative_tokens=4).generate(requests)
+    assert [len(o.token_ids) for o in outputs] == [1, 2, 3, 5, 6, 7]
+    assert all(o.finish_reason == "length" for o in outputs)
+    assert all(len(o.token_times_s) == len(o.token_ids) for o in outputs)
+    assert all(o.stats.num_committed == len(o.token_ids) for o in outputs)
+
+
+def test_cut_at_the_first_eos_inside_an_accepted_block(target, hf_greedy):
+    """transformers 47912, vllm 56101: nothing after EOS is put out or counted."""
+    plain = hf_greedy(target, [5, 6, 7], 30, eos_token_id=None)
+    eos = plain[5]
+    end = plain.index(eos) + 1
+    output = decoder(target, target, num_speculative_tokens=8).generate(
+        [Request([5, 6, 7], 30, stop_token_ids=[eos])]
+    )[0]
+    assert output.token_ids == plain[:end]
+    assert output.finish_reason == "stop"
+    assert output.stats.num_accepted == output.stats.num_proposed == end - 1  # all but the prefill's token
+    assert sum(output.stats.accepted_per_position) == end - 1
+
+
+def test_min_new_tokens_holds_eos_back(target, hf_greedy):
+    plain = hf_greedy(target, [5, 6, 7], 30, eos_token_id=None)
+    eos = plain[1]
+    request = Request([5, 6, 7], 30, min_new_tokens=10, stop_token_ids=[eos])
+    output = decoder(target, target, num_speculative_tokens=4).generate([request])[0]
+    assert eos not in output.token_ids[:10]
+    assert len(output.token_ids) >= 10
+
+
+def test_ignore_eos_goes_on(llama, prompts):
+    target = llama(seed=0, num_layers=3)
+    target.generation_config.eos_token_id = list(range(40))
+    short = decoder(target, None).generate([Request(prompts[0], 20)])[0]
+    whole = decoder(target, None).generate([Request(prompts[0], 20, ignore_eos=True)])[0]
+    assert short.finish_reason == "stop"
+    assert len(short.token_ids) < len(whole.token_ids) == 20
+    assert whole.token_ids[: len(short.token_ids)] == short.token_ids
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+def test_stop_string_trims_ids_text_and_logprobs_together(target, gamma):
+    """vllm 47616: a stop string found in the middle of a committed block."""
+    whole = decoder(target, None).generate([Request([5, 6, 7], 40, ignore_eos=True)])[0]
+    stop = whole.text[11:13]
+    at = whole.text.find(stop)
+    request = Request([5, 6, 7], 40, stop=[stop], ignore_eos=True, logprobs=2)
+    output = decoder(target, target, num_speculative_tokens=gamma).generate([request])[0]
+    assert output.finish_reason == "stop"
+    assert output.text == whole.text[:at]
+    assert output.token_ids == whole.token_ids[:at]
+    assert (
+        len(output.logprobs.token_logprobs) == len(output.logprobs.top_ids) == len(output.token_times_s) == at
+    )
+    assert output.stats.num_committed == at
+
+
+def test_stream_gives_the_tokens_of_generate_and_takes_none_back(target, near_draft, prompts):
+    whole = decoder(target, None).generate([Request(prompts[0], 30, ignore_eos=True)])[0]
+    stop = whole.text[9:12]
+    requests = [Request(p, 30, ignore_eos=True, stop=[stop]) for p in prompts[:4]]
+    expected = decoder(target, near_draft, max_batch_size=2).generate(requests)
+    streamed, reasons = [[] for _ in requests], [None] * len(requests)
+    for event in decoder(target, near_draft, max_batch_size=2).stream(requests):
+        streamed[event.request_index] += event.token_ids
+        reasons[event.request_index] = event.finish_reason
+    assert streamed == [o.token_ids for o in expected]
+    assert reasons == [o.finish_reason for o in expected]
+
+
+def test_one_stream_at_a_time(target):
+    """Two streams would share the slots; an abandoned stream frees them."""
+    one = decoder(target, None)
+    stream = one.stream([Request([5, 6], 9, ignore_eos=True)])
+    next(stream)
+    with pytest.raises(ValueError, match="in the middle of a stream"):
+        one.generate([Request([5], 3)])
+    stream.close()
+    assert len(one.generate([Request([5], 3, ignore_eos=True)])[0].token_ids) == 3
+
+
+def test_logprobs_are_the_raw_targets(target, near_draft):
+    request = Request([5, 6, 7], 12, temperature=0.7, top_k=5, seed=3, logprobs=4, ignore_eos=True)
+    output = decoder(target, near_draft, num_speculative_tokens=3).generate([request])[0]
+    ids = torch.tensor([[5, 6, 7, *output.token_ids]])
+    with torch.inference_mode():
+        raw = target(ids).logits[0, 2:-1].log_softmax(dim=1)
+    top = raw.topk(4, dim=1)
+    assert output.logprobs.top_ids == top.indices.tolist()
+    torch.testing.assert_close(torch.tensor(output.logprobs.top_logprobs), top.values, rtol=1e-3, atol=1e-4)
+    chosen = raw.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(output.logprobs.token_logprobs), chosen, rtol=1e-3, atol=1e-4)
+
+
+def test_a_seeded_row_gives_the_same_alone_batched_and_in_any_order(target, near_draft, prompts):
+    """vllm 10863: seeded, unseeded and greedy rows side by side do not touch each other (fp32)."""
+    seeded = [Request(p, 25, temperature=0.9, top_p=0.95, seed=10 + i) for i, p in enumerate(prompts)]
+    alone = [decoder(target, near_draft, max_batch_size=1).generate([r])[0].token_ids for r in seeded]
+    others = [
+        Request([9, 9], 17, temperature=1.2),
+        Request([4, 5, 6], 9),
+        Request([8], 30, temperature=1.0, top_k=3),
+    ]
+    mixed = [*others, *reversed(seeded)]
+    outputs = decoder(target, near_draft, max_batch_size=4).generate(mixed)
+    assert [o.token_ids for o in reversed(outputs[3:])] == alone
+
+
+def test_opting_out_is_row_local(target, near_draft, prompts):
+    """vllm-gaudi 593: a row that does not speculate next to rows that do."""
+    requests = [Request(p, 20, speculate=i % 2 == 0, ignore_eos=True) for i, p in enumerate(prompts)]
+    plain = decoder(target, None).generate(requests)
+    outputs = decoder(target, near_draft, max_batch_size=5).generate(requests)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert all((o.stats.num_proposed > 0) == r.speculate for o, r in zip(outputs, requests, strict=True))
+    assert outputs[1].stats.not_speculating == "speculate=False"
+
+
+@pytest.mark.parametrize("acceptance", ["typical", "lenient"])
+def test_lossy_rules_accept_more_and_say_so(target, near_draft, prompts, acceptance):
+    requests = [Request(p, 30, temperature=1.0, seed=i, ignore_eos=True) for i, p in enumerate(prompts)]
+    exact, lossy = (
+        decoder(target, near_draft),
+        decoder(target, near_draft, acceptance=acceptance, eta=0.1, lenience=0.3),
+    )
+    assert all(o.lossless for o in exact.generate(requests))
+    assert not any(o.lossless for o in lossy.generate(requests))
+    assert lossy.stats.draft_acceptance_rate > exact.stats.draft_acceptance_rate
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("min_new_tokens", 99),
+        ("logprobs", -1),
+        ("prompt_token_ids", []),
+        ("stop", [""]),
+    ],
+)
+def test_wrong_values_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=field):
+        Request(**{"prompt_token_ids": [1], "max_new_tokens": 4, field: value})
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([5], 2000), "target's context of 1024"),
+        (Request([97], 2), "prompt_token_ids has id 97"),
+        (Request([5], 2, stop_token_ids=[200]), "stop_token_ids has id 200"),
+        (Request([5], 2, logit_bias={-1: 1.0}), "logit_bias has id -1"),
+        (Request([5], 2, stop=["x"]), "detokenize"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(target, request_, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(target, None).generate([request_])
