@@ -11,7 +11,7 @@ from distill.train import TrainResult, train_draft
 from eval.held_out import HeldOutAcceptance
 from pipeline.context import StageContext
 from pipeline.held_out import CorpusParts, corpus_parts
-from pipeline.models import load_causal_lm, load_tokenizer
+from pipeline.models import load_causal_lm, load_tokenizer, obtain_model
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
 
@@ -47,7 +47,8 @@ def initial_draft(context: StageContext, target: PreTrainedModel) -> PreTrainedM
     """`draft.path` as it is, or a copy of some of the target's layers; fp32 master weights."""
     settings = context.config.draft
     if settings.path is not None:
-        return load_causal_lm(settings.path, dtype="float32", trust_remote_code=context.config.target.trust_remote_code)
+        folder = obtain_model(settings.path, field="draft.path")
+        return load_causal_lm(str(folder), "float32", context.config.target.trust_remote_code, field="draft.path")
     num_target_layers = target.config.get_text_config().num_hidden_layers
     return draft_from_layers(target, select_layers(num_target_layers, settings.num_layers, settings.keep_layers)).to(torch.float32)
 

@@ -29,9 +29,31 @@ class Stage:
     function: str
 
 
+#: Settings that the preflight estimates memory, disk and minutes from.
+ESTIMATED_FROM = (
+    "corpus.num_prompts",
+    "corpus.max_prompt_tokens",
+    "corpus.max_new_tokens",
+    "corpus.max_question_tokens",
+    "corpus.batch_size",
+    "corpus.topk",
+    "train.num_epochs",
+    "train.max_steps",
+    "train.max_minutes",
+    "train.tokens_per_step",
+    "train.gradient_accumulation_steps",
+    "runtime.max_batch_size",
+)
+
 STAGES = (
     # What a target forward costs here, and so which draft and gamma can pay.
-    Stage("preflight", 1, ("target", "draft", "preflight"), (), "pipeline.preflight:run_preflight"),
+    Stage(
+        "preflight",
+        1,
+        ("target", "draft", "preflight", *ESTIMATED_FROM),
+        (),
+        "pipeline.preflight:run_preflight",
+    ),
     # Text that the target wrote, with its own log-probabilities.
     Stage("corpus", 1, ("target", "corpus"), (), "pipeline.corpus.stage:run_corpus"),
     # The draft, trained on that text.

@@ -55,6 +55,8 @@ class SlotLayer(CacheLayerMixin):
         index = self.window.write_index_BL
         self.keys.index_copy_(0, index, key_states.transpose(1, 2).flatten(0, 1))
         self.values.index_copy_(0, index, value_states.transpose(1, 2).flatten(0, 1))
+        if torch.compiler.is_compiling():  # a kept view would be a second input over the same memory
+            return self._view(self.keys), self._view(self.values)
         viewed = (self.window.first_slot, self.window.num_rows, self.window.num_cached)
         if viewed != self._viewed:
             self._views = (self._view(self.keys), self._view(self.values))

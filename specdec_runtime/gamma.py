@@ -62,7 +62,8 @@ class AcceptanceModel:
     """P(accepted | judged) by position, from recent rounds. A position with little data leans on the one before it."""
 
     DECAY = 0.99  # per round: about the last hundred rounds count
-    PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+    PRIOR, PRIOR_WEIGHT = 0.5, 2.0
+    STALE_WEIGHT = 4.0
 
     def __init__(self, max_gamma: int) -> None:
         self._judged, self._accepted = [0.0] * max_gamma, [0.0] * max_gamma
@@ -74,6 +75,13 @@ class AcceptanceModel:
             for i in range(min(proposed, accepted + 1)):
                 self._judged[i] += 1
                 self._accepted[i] += i < accepted
+
+    def soften(self) -> None:
+        """Lets old evidence weigh no more than a few rounds, so that a trial can overrule it."""
+        for i, judged in enumerate(self._judged):
+            scale = min(1.0, self.STALE_WEIGHT / judged) if judged else 1.0
+            self._judged[i] *= scale
+            self._accepted[i] *= scale
 
     def expected_tokens(self, gamma: int) -> float:
         """E(gamma), tokens per row and round."""
@@ -152,6 +160,7 @@ class AutoGamma:
         if gamma == 0 and self.max_gamma:
             if self._trials_left == 0 and self._num_plain_rounds >= self._trial_interval:
                 self._trials_left = self.NUM_TRIALS_IN_A_ROW
+                self.acceptance.soften()
                 self._trial_interval = min(2 * self._trial_interval, self.LAST_TRIAL_ROUNDS)
                 self._num_plain_rounds = 0
             gamma = 1 if self._trials_left else 0
