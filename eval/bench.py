@@ -1,32 +1,27 @@
 """The benchmark: plain decoding against the drafts, on the same prompts, in alternation inside one process.
 
 A speedup is stated against the strongest plain decoding of the same run, temperature and batch size. At
-temperature 0 the tokens are checked too (see `eval.lossless`).
+temperature 0 the tokens are checked too (see `eval.bench_check`).
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import PreTrainedModel
 
-from eval.bench_conditions import BackendFactory, Condition, conditions_at
-from eval.bench_measure import Measurement, measure, requests_of
+from eval.bench_check import TokenChecker
+from eval.bench_conditions import BackendFactory, conditions_at
+from eval.bench_measure import Measurement, measure
 from eval.bench_rows import Row, bench_row, strongest_baseline
 from eval.config import BenchConfig
-from eval.lossless import find_mismatches
 from eval.teacher_forcing import Draft
 from specdec_runtime.config import DecoderConfig
-
-Outputs = list[list[int]]
 
 
 @dataclass
 class BenchResult:
-    """`rows`: one per condition, JSON-able, with the keys of the report and more. `measurements`: what they
-    came from.
-    """
+    """`rows`: one per condition, JSON-able, with the report's keys and more. `measurements`: what they came from."""
 
     rows: list[Row] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
@@ -81,76 +76,11 @@ def run_bench(
             factory, conditions, prompts, config, deadline_s=deadline_s, on_progress=advance
         )
         baseline = strongest_baseline(measurements)
-        checker = _TokenChecker(factory, prompts, config, measurements)
+        checker = TokenChecker(factory, prompts, config, measurements)
         for measurement in measurements:
             row = bench_row(measurement, baseline, num_bootstrap=config.num_bootstrap, seed=config.seed)
+            if factory.is_synthetic(measurement.condition):
+                row["synthetic_acceptance"] = factory.runtime.synthetic_acceptance
             result.rows.append({**row, **checker.check(measurement)})
         result.measurements.extend(measurements)
     return result
-
-
-class _TokenChecker:
-    """Compares the tokens of one setting's conditions with plain decoding's."""
-
-    def __init__(
-        self,
-        factory: BackendFactory,
-        prompts: Sequence[Sequence[int]],
-        config: BenchConfig,
-        measurements: Sequence[Measurement],
-    ) -> None:
-        self._factory, self._prompts, self._config = factory, prompts, config
-        plain = [m for m in measurements if m.condition.is_plain]
-        self._plain = next((m for m in plain if m.condition.backend == "native"), plain[0])
-        self._at_width: dict[int, Outputs] = {}
-
-    def check(self, measurement: Measurement) -> dict[str, Any]:
-        """`lossless`, and at temperature 0 how many outputs are the same and why others are not.
-
-        lossless at temperature 0: for the native engine, the tokens are those of plain decoding at the same
-        width (`num_identical_same_width` of `num_checked`); in batches, and for other backends, whose widths
-        are not ours to set, a difference at a near tie is allowed. At temperature > 0 it says that the
-        acceptance rule is exact.
-        """
-        condition = measurement.condition
-        claims_lossless = all(output.lossless for output in measurement.outputs)
-        if condition.temperature > 0:
-            return {"lossless": claims_lossless}
-        outputs = [output.token_ids for output in measurement.outputs]
-        plain = [output.token_ids for output in self._plain.outputs]
-        mismatches = find_mismatches(self._factory.target, self._prompts, plain, outputs)
-        result: dict[str, Any] = {
-            "num_identical": len(outputs) - len(mismatches),
-            "mismatches": [mismatch.as_dict() for mismatch in mismatches],
-        }
-        if condition.is_plain or condition.backend != "native":
-            only_ties = all(mismatch.is_near_tie for mismatch in mismatches)
-            return {**result, "lossless": claims_lossless and (condition.is_plain or only_ties)}
-        same_width = self._plain_at_width(condition)
-        num_checked = len(same_width)
-        differing = find_mismatches(self._factory.target, self._prompts, same_width, outputs[:num_checked])
-        is_tie_allowed = condition.batch > 1
-        is_same = all(is_tie_allowed and mismatch.is_near_tie for mismatch in differing)
-        return {
-            **result,
-            "lossless": claims_lossless and is_same,
-            "num_checked": num_checked,
-            "num_identical_same_width": num_checked - len(differing),
-            # How much plain decoding itself changes with the width: what the mismatches above are to be seen
-            # against.
-            "num_plain_identical_across_widths": sum(a == b for a, b in zip(plain, same_width, strict=False)),
-        }
-
-    def _plain_at_width(self, condition: Condition) -> Outputs:
-        """Plain greedy outputs of the first prompts, with forwards as wide as this condition's verification."""
-        width = condition.gamma + 1
-        if width not in self._at_width:
-            num_prompts = min(self._config.num_check_prompts, len(self._plain.outputs))
-            requests = requests_of(self._prompts[:num_prompts], self._config, 0.0)
-            backend, batch = self._factory.plain_at_width(width, condition.batch), condition.batch
-            self._at_width[width] = [
-                output.token_ids
-                for start in range(0, num_prompts, batch)
-                for output in backend.generate(requests[start : start + batch])
-            ]
-        return self._at_width[width]

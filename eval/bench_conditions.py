@@ -18,13 +18,17 @@ NO_DRAFT = "none"
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to decode. Plain decoding has draft `none` and gamma 0."""
+    """One way to decode. Plain decoding has draft `none` and gamma 0.
+
+    `gamma_policy`: "fixed", or "auto", where the engine chooses the proposal length and `gamma` is its upper bound.
+    """
 
     backend: str
     draft: str
     gamma: int
     temperature: float
     batch: int
+    gamma_policy: str = "fixed"
 
     @property
     def is_plain(self) -> bool:
@@ -35,9 +39,7 @@ class Condition:
 def conditions_at(
     config: BenchConfig, draft_names: list[str], *, temperature: float, batch: int
 ) -> list[Condition]:
-    """All conditions of one temperature and batch size: these are compared with each other, and run in
-    alternation.
-    """
+    """All conditions of one temperature and batch size: they are compared with each other and run in alternation."""
     plain = [backend for backend in config.backends if backend in PLAIN_BACKENDS]
     result = [Condition(backend, NO_DRAFT, 0, temperature, batch) for backend in plain]
     for name in draft_names:
@@ -50,30 +52,36 @@ def conditions_at(
             # Transformers' assisted generation has no batches.
             if "hf_assisted" in config.backends and batch == 1:
                 result.append(Condition("hf_assisted", name, gamma, temperature, batch))
+        if config.auto_gamma and "native" in config.backends:
+            result.append(Condition("native", name, max(config.gammas), temperature, batch, "auto"))
     return result
 
 
 class BackendFactory:
-    """Makes backends, one per backend, draft, gamma and batch size; temperatures share them."""
+    """Makes backends, one per backend, draft, gamma, policy and batch size; temperatures share them."""
 
     def __init__(self, target: PreTrainedModel, drafts: Mapping[str, Draft], runtime: DecoderConfig) -> None:
         self.target = target
         self.drafts = drafts
         # The benchmark draws its own conclusions about low acceptance, and sets gamma itself.
         self.runtime = replace(runtime, gamma="fixed", verify_width=None, min_conditional_acceptance=0.0)
-        self._made: dict[tuple[str, str, int, int], Backend] = {}
+        self._made: dict[Condition, Backend] = {}
 
     def backend_of(self, condition: Condition) -> Backend:
         """The condition's backend."""
-        key = (condition.backend, condition.draft, condition.gamma, condition.batch)
+        key = replace(condition, temperature=0.0)
         if key not in self._made:
             self._made[key] = self._make(condition)
         return self._made[key]
 
+    def is_synthetic(self, condition: Condition) -> bool:
+        """Whether proposals are accepted by chance, so that the tokens mean nothing."""
+        is_native = condition.backend == "native" and not condition.is_plain
+        return is_native and self.runtime.acceptance == "synthetic"
+
     def plain_at_width(self, width: int, batch: int) -> Backend:
         """Native plain decoding whose target forwards are as wide as a verification: kernels round by width."""
-        config = replace(self.runtime, num_speculative_tokens=0, max_batch_size=batch, verify_width=width)
-        return NativeBackend(self.target, config=config)
+        return self._plain(batch, verify_width=width)
 
     def _make(self, condition: Condition) -> Backend:
         if condition.backend.startswith("hf_generate"):
@@ -81,10 +89,24 @@ class BackendFactory:
             is_static = condition.backend == "hf_generate_static"
             return HFGenerate(self.target, max_batch_size=condition.batch, static_cache=is_static)
         if condition.is_plain:
-            config = replace(self.runtime, num_speculative_tokens=0, max_batch_size=condition.batch)
-            return NativeBackend(self.target, config=config)
+            return self._plain(condition.batch, verify_width=None)
         draft = self.drafts[condition.draft]
         if condition.backend == "hf_assisted":
             return HFAssisted(self.target, draft.model, num_speculative_tokens=condition.gamma)
-        config = replace(self.runtime, num_speculative_tokens=condition.gamma, max_batch_size=condition.batch)
+        config = replace(
+            self.runtime,
+            num_speculative_tokens=condition.gamma,
+            gamma=condition.gamma_policy,
+            max_batch_size=condition.batch,
+        )
         return NativeBackend(self.target, draft.model, config, draft_vocab_ids=draft.vocab_ids)
+
+    def _plain(self, batch: int, *, verify_width: int | None) -> Backend:
+        config = replace(
+            self.runtime,
+            num_speculative_tokens=0,
+            acceptance="exact",
+            max_batch_size=batch,
+            verify_width=verify_width,
+        )
+        return NativeBackend(self.target, config=config)

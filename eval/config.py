@@ -1,13 +1,14 @@
-"""Settings of the acceptance measurement and of the benchmark; they are also the Hydra groups `eval` and
-`bench`.
-"""
+"""Settings of the acceptance measurement and of the benchmark; they are also the Hydra groups `eval` and `bench`."""
 
 from dataclasses import dataclass, field
 from typing import Optional
 
+from eval.shapes import shape_of
+
 SAMPLERS = ("probabilistic", "greedy")
 PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static")
 BACKENDS = (*PLAIN_BACKENDS, "hf_assisted")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -33,28 +34,45 @@ class EvalConfig:
 
 @dataclass
 class BenchConfig:
-    """Plain decoding against the drafts, in alternation, on the same held-out prompts.
+    """Plain decoding against the drafts, in alternation, on the same prompts.
 
+    `prompts`: a file of prompts, None for held-out prompts of the corpus. `dtype`: of both models, None for the
+    target's. `auto_gamma`: also let the engine choose the proposal length, up to the largest of `gammas`.
     `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas`.
     `num_check_prompts`: prompts whose greedy outputs are compared with plain decoding at the same width.
     `max_minutes`: stop early, with whole groups.
+
+    `target` ("random:<shape>") times random weights of a named shape instead of the run's models, on random prompts
+    of `prompt_tokens`, with the shape `draft`, and with the share `acceptance` of proposals accepted by chance.
     """
 
+    prompts: Optional[str] = None
     num_prompts: int = 24
     max_new_tokens: int = 96
     gammas: list[int] = field(default_factory=lambda: [1, 2, 3])
+    auto_gamma: bool = False
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     batch_sizes: list[int] = field(default_factory=lambda: [1])
     backends: list[str] = field(default_factory=lambda: ["native", "hf_generate"])
     undistilled_gammas: Optional[list[int]] = None
+    dtype: Optional[str] = None
     num_warmup_prompts: int = 1
     num_check_prompts: int = 8
     max_minutes: Optional[float] = None
     ignore_eos: bool = False
     num_bootstrap: int = 1000
     seed: int = 0
+    target: Optional[str] = None
+    draft: str = "random:draft_0_5b"
+    acceptance: Optional[float] = None
+    prompt_tokens: int = 128
 
     def __post_init__(self) -> None:
+        self._check_conditions()
+        self._check_extent()
+        self._check_random_shapes()
+
+    def _check_conditions(self) -> None:
         unknown = sorted(set(self.backends) - set(BACKENDS))
         if unknown or not self.backends:
             raise ValueError(f"bench.backends={list(self.backends)}: choose from {list(BACKENDS)}")
@@ -71,6 +89,14 @@ class BenchConfig:
             raise ValueError(
                 f"bench.undistilled_gammas={list(self.undistilled_gammas)}: proposal lengths must be >= 1"
             )
+        if not self.gammas or min(self.gammas) < 1:
+            raise ValueError(f"bench.gammas={list(self.gammas)}: give one or more proposal lengths >= 1")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"bench.batch_sizes={list(self.batch_sizes)}: give one or more batch sizes >= 1")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"bench.dtype={self.dtype!r}: choose from {list(DTYPES)}, or null for target.dtype")
+
+    def _check_extent(self) -> None:
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError(f"bench.max_minutes={self.max_minutes}: must be > 0, or null for no limit")
         if self.num_warmup_prompts < 0 or self.num_check_prompts < 1:
@@ -78,11 +104,24 @@ class BenchConfig:
                 f"bench.num_warmup_prompts={self.num_warmup_prompts} must be >= 0, "
                 f"bench.num_check_prompts={self.num_check_prompts} must be >= 1"
             )
-        if not self.gammas or min(self.gammas) < 1:
-            raise ValueError(f"bench.gammas={list(self.gammas)}: give one or more proposal lengths >= 1")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"bench.batch_sizes={list(self.batch_sizes)}: give one or more batch sizes >= 1")
         if self.num_prompts < 1 or self.max_new_tokens < 1:
             raise ValueError(
                 f"bench.num_prompts={self.num_prompts}, bench.max_new_tokens={self.max_new_tokens}: must be >= 1"
             )
+
+    def _check_random_shapes(self) -> None:
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ValueError(f"bench.acceptance={self.acceptance}: must lie in [0, 1], or null for the exact rule")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"bench.prompt_tokens={self.prompt_tokens}: must be >= 1")
+        if self.target is None:
+            if self.acceptance is not None:
+                raise ValueError(
+                    f"bench.acceptance={self.acceptance}: a synthetic acceptance is for random weights; "
+                    "set bench.target=random:<shape> too"
+                )
+            return
+        if self.prompts is not None:
+            raise ValueError(f"bench.prompts={self.prompts!r}: random weights have no tokenizer; leave it null")
+        for field_name, name in (("bench.target", self.target), ("bench.draft", self.draft)):
+            shape_of(name, field=field_name)

@@ -12,12 +12,10 @@ OTHER_COLORS = ("#5a9e6f", "#a05195", "#8c564b", "#17becf")
 
 
 def acceptance_figure(rows: Rows) -> Figure:
-    """Bars of `acceptance_rate` with intervals, the drafts side by side, one group per temperature and
-    sampler.
+    """Bars of `acceptance_rate` with intervals, the drafts side by side, one group per temperature and sampler.
 
     Args:
-        rows: {draft, temperature, sampler, value, low, high}. At temperature 0 samplers agree and are shown
-        once.
+        rows: {draft, temperature, sampler, value, low, high}. At temperature 0 samplers agree and are shown once.
 
     Raises:
         ValueError: no rows.
@@ -53,6 +51,8 @@ def acceptance_figure(rows: Rows) -> Figure:
 def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) -> Figure:
     """`walltime_speedup` against gamma with intervals, one line per backend and draft; predictions dashed.
 
+    gamma=auto is a dotted level. A synthetic acceptance is said in the title.
+
     Args:
         batch: None takes the smallest that was measured.
 
@@ -68,35 +68,9 @@ def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) 
     figure, axes = _figure(width=6.4)
     lines = list(dict.fromkeys((str(row["backend"]), str(row["draft"])) for row in chosen))
     for index, (backend, draft) in enumerate(lines):
-        line = sorted(
-            (r for r in chosen if (r["backend"], r["draft"]) == (backend, draft)),
-            key=lambda r: int(r["gamma"]),
-        )
-        gammas = [int(row["gamma"]) for row in line]
+        line = [row for row in chosen if (row["backend"], row["draft"]) == (backend, draft)]
         color = _color(draft if backend == "native" else "", index)
-        speedups = [float(row["walltime_speedup"]) for row in line]
-        axes.errorbar(
-            gammas,
-            speedups,
-            yerr=_errors(line, "walltime_speedup"),
-            marker="o",
-            capsize=3,
-            color=color,
-            label=f"{draft} ({backend})",
-        )
-        predicted = [
-            (g, float(r["predicted_speedup"]))
-            for g, r in zip(gammas, line, strict=True)
-            if r["predicted_speedup"]
-        ]
-        if predicted:
-            axes.plot(
-                *zip(*predicted, strict=True),
-                "--",
-                color=color,
-                alpha=0.6,
-                label=f"{draft} ({backend}), predicted",
-            )
+        _draw_speedups(axes, line, label=f"{draft} ({backend})", color=color)
     axes.axhline(1.0, color=COLORS["none"], linewidth=1)
     axes.annotate(
         "plain decoding", (axes.get_xlim()[0], 1.0), xytext=(4, 3), textcoords="offset points", fontsize=8
@@ -104,17 +78,13 @@ def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) 
     axes.set_xticks(sorted({int(row["gamma"]) for row in chosen}))
     axes.set_xlabel("gamma (tokens proposed per round)")
     axes.set_ylabel("walltime speedup")
-    axes.set_title(
-        f"Speed over the strongest plain decoding, temperature {temperature:g}, batch {batch}", fontsize=10
-    )
+    axes.set_title(_speedup_title(chosen, temperature, batch), fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     return figure
 
 
 def position_figure(tables: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """Acceptance over the course of the response, one line per name; ranges as from
-    `AcceptanceTable.by_position`.
-    """
+    """Acceptance over the course of the response, one line per name; ranges as from `AcceptanceTable.by_position`."""
     figure, axes = _figure(width=6.4)
     for index, (name, ranges) in enumerate(tables.items()):
         labels = [f"{int(r['start'])}-{int(r['end']) - 1}" for r in ranges]
@@ -134,6 +104,29 @@ def _figure(width: float) -> tuple[Figure, Axes]:
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _draw_speedups(axes: Axes, rows: Rows, *, label: str, color: str) -> None:
+    """One backend and draft: measured with intervals, predicted, and the level of gamma=auto."""
+    line = sorted((r for r in rows if r.get("gamma_policy") != "auto"), key=lambda r: int(r["gamma"]))
+    gammas = [int(row["gamma"]) for row in line]
+    speedups = [float(row["walltime_speedup"]) for row in line]
+    errors = _errors(line, "walltime_speedup")
+    axes.errorbar(gammas, speedups, yerr=errors, marker="o", capsize=3, color=color, label=label)
+    predicted = [(g, float(r["predicted_speedup"])) for g, r in zip(gammas, line, strict=True) if r["predicted_speedup"]]
+    if predicted:
+        xs, ys = zip(*predicted, strict=True)
+        axes.plot(xs, ys, "--", color=color, alpha=0.6, label=f"{label}, predicted")
+    for row in rows:
+        if row.get("gamma_policy") == "auto":
+            level = float(row["walltime_speedup"])
+            axes.axhline(level, linestyle=":", color=color, label=f"{label}, gamma=auto")
+
+
+def _speedup_title(rows: Rows, temperature: float, batch: int) -> str:
+    title = f"Speed over the strongest plain decoding, temperature {temperature:g}, batch {batch}"
+    rates = sorted({float(row["synthetic_acceptance"]) for row in rows if "synthetic_acceptance" in row})
+    return f"{title}\nsynthetic acceptance {', '.join(f'{rate:g}' for rate in rates)}" if rates else title
 
 
 def _group_name(row: Mapping[str, Any]) -> str:

@@ -29,9 +29,15 @@ class _Jobs:
     def run(self, composed: DictConfig) -> None:
         try:
             config = to_config(composed)
-            from pipeline.runner import run_stages  # after the checks: it brings in torch
+            # After the checks: they bring in torch.
+            if config.bench.target is not None:
+                from pipeline.random_bench import run_shapes
 
-            run_stages(config)
+                run_shapes(config)
+            else:
+                from pipeline.runner import run_stages
+
+                run_stages(config)
         except GateFailure as failure:  # kept for the end, so that a multirun's other jobs still run
             self.gate_failures.append(str(failure))
             print(f"\ngate: {failure}", file=sys.stderr)

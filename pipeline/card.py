@@ -8,7 +8,14 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.report import BenchRow, Report, headline_acceptance, headline_speedup, lossless_word
+from pipeline.report import (
+    BenchRow,
+    Report,
+    gamma_word,
+    headline_acceptance,
+    headline_speedup,
+    lossless_word,
+)
 from pipeline.serving_files import speculative_config
 
 KNOWN_VLLM = "0.32.0"
@@ -146,7 +153,7 @@ def _bench_cells(row: BenchRow) -> tuple[str, ...]:
         row["backend"],
         row["draft"],
         f"{row['temperature']:g}",
-        str(row["gamma"] or "-"),
+        gamma_word(row),
         str(row["batch"]),
         f"{row['tokens_per_second']:.1f}",
         f"{row['walltime_speedup']:.2f}",

@@ -49,6 +49,7 @@ def to_config(composed: DictConfig) -> Config:
         ("target.path", config.target.path),
         ("draft.path", config.draft.path),
         ("corpus.prompts", config.corpus.prompts),
+        ("bench.prompts", config.bench.prompts),
     ):
         if value == "":
             raise ValueError(

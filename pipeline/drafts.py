@@ -1,6 +1,7 @@
 """The two drafts that every comparison holds side by side, as the distill stage left them."""
 
 import json
+from typing import Optional
 
 import torch
 
@@ -9,13 +10,14 @@ from pipeline.context import StageContext
 from pipeline.models import load_causal_lm
 
 
-def load_drafts(context: StageContext) -> dict[str, Draft]:
-    """`undistilled` and `distilled`, in the target's dtype, with the shortlist that both heads are trimmed to."""
+def load_drafts(context: StageContext, *, dtype: Optional[str] = None) -> dict[str, Draft]:
+    """`undistilled` and `distilled`, in `dtype` (default: the target's), with the shortlist that both heads are trimmed to."""
     config, folder = context.config, context.inputs["distill"]
     ids = json.loads((folder / "train.json").read_text(encoding="utf-8"))["vocab_shortlist"]
     vocab_ids = None if ids is None else torch.tensor(ids, dtype=torch.long)
     folders = {"undistilled": folder / "undistilled", "distilled": folder / "draft"}
+    dtype = dtype or config.target.dtype
     return {
-        name: Draft(load_causal_lm(str(path), config.target.dtype, config.target.trust_remote_code), vocab_ids)
+        name: Draft(load_causal_lm(str(path), dtype, config.target.trust_remote_code), vocab_ids)
         for name, path in folders.items()
     }

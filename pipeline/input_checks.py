@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from distill.draft_init import select_layers
 from pipeline import compat
+from pipeline.bench_prompts import check_prompt_file
 from pipeline.corpus import check_prompts
 from pipeline.corpus.sources import read_prompts
 from pipeline.models import DTYPES, ModelRef, load_tokenizer, obtain_model, resolve_target
@@ -38,6 +39,8 @@ def check_inputs(config: Config) -> None:
     if config.corpus.prompts is not None:
         # Opens it and reads one row; here already, since the target may have to be fetched first.
         read_prompts(config.corpus.prompts, config.corpus.prompts_column, config.corpus.prompts_split)
+    if config.bench.prompts is not None:
+        check_prompt_file(config.bench.prompts)
     check_target(config, resolve_target(config))
 
 

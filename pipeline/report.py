@@ -30,12 +30,16 @@ class AcceptanceRow(TypedDict):
 
 
 class BenchRow(TypedDict):
-    """One measured way to decode; `draft` is none, undistilled or distilled, and `gamma` is 0 for plain decoding."""
+    """One measured way to decode; `draft` is none, undistilled or distilled, and `gamma` is 0 for plain decoding.
+
+    With `gamma_policy` auto, `gamma` is the upper bound. With `synthetic_acceptance` the output means nothing.
+    """
 
     backend: str
     draft: str
     temperature: float
     gamma: int
+    gamma_policy: NotRequired[str]
     batch: int
     tokens_per_second: float
     walltime_speedup: float
@@ -46,6 +50,7 @@ class BenchRow(TypedDict):
     latency_ms_p50: float
     latency_ms_p99: float
     lossless: bool | None
+    synthetic_acceptance: NotRequired[float]
 
 
 class AcceptanceFile(TypedDict):
@@ -129,14 +134,27 @@ def _processor_name() -> str:
 
 
 def distilled_speedups(report: Report, *, temperature: float | None = None) -> list[BenchRow]:
-    """The distilled draft's rows at one temperature (the lowest measured by default) and the smallest batch, best first."""
-    rows = [row for row in report["bench"] if row["draft"] == "distilled"]
+    """The distilled draft's rows at one temperature (the lowest measured by default) and the smallest batch, best first.
+
+    Rows of gamma=auto are left out: a server is told one gamma.
+    """
+    rows = [row for row in report["bench"] if row["draft"] == "distilled" and not is_auto(row)]
     if not rows:
         return []
     temperature = min(row["temperature"] for row in rows) if temperature is None else temperature
     rows = [row for row in rows if row["temperature"] == temperature]
     batch = min((row["batch"] for row in rows), default=0)
     return sorted((row for row in rows if row["batch"] == batch), key=lambda row: -row["walltime_speedup"])
+
+
+def is_auto(row: BenchRow) -> bool:
+    """Whether the engine chose gamma as it went."""
+    return row.get("gamma_policy", "fixed") == "auto"
+
+
+def gamma_word(row: BenchRow) -> str:
+    """gamma as tables show it."""
+    return f"auto, <= {row['gamma']}" if is_auto(row) else str(row["gamma"] or "-")
 
 
 def headline_speedup(report: Report) -> BenchRow | None:
@@ -199,7 +217,7 @@ def bench_table(rows: Iterable[BenchRow]) -> Table:
             row["backend"],
             row["draft"],
             f"{row['temperature']:g}",
-            str(row["gamma"] or "-"),
+            gamma_word(row),
             str(row["batch"]),
             f"{row['tokens_per_second']:.1f}",
             f"{row['walltime_speedup']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
@@ -207,7 +225,7 @@ def bench_table(rows: Iterable[BenchRow]) -> Table:
             f"{row['block_efficiency']:.2f}",
             f"{row['latency_ms_p50']:.1f}",
             f"{row['latency_ms_p99']:.1f}",
-            lossless_word(row["lossless"]),
+            "synthetic" if "synthetic_acceptance" in row else lossless_word(row["lossless"]),
             style="bold green" if row["low"] > 1 else None,
         )
     return table

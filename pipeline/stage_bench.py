@@ -1,10 +1,11 @@
-"""The bench stage: what the draft is worth by the clock, on held-out prompts."""
+"""The bench stage: what the draft is worth by the clock, on held-out prompts or on a file of prompts."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -13,53 +14,81 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from transformers import PreTrainedModel
 
 from eval.bench import run_bench as measure_speed
 from eval.plots import speedup_figure
+from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts
 from pipeline.context import StageContext
 from pipeline.drafts import load_drafts
 from pipeline.held_out import corpus_parts
-from pipeline.models import load_causal_lm
-from pipeline.report import describe_machine
+from pipeline.models import load_causal_lm, load_tokenizer
+from pipeline.report import bench_table, describe_machine
 from pipeline.store import write_json
 
 
 def run_bench(context: StageContext) -> dict[str, object]:
     """Write `bench.json`: `bench` rows and the `settings` that they were measured with."""
     config = context.config
-    target = load_causal_lm(context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code)
-    prompts = held_out_prompts(context)
-    with _progress() as on_progress:
-        result = measure_speed(target, load_drafts(context), prompts, config.bench, runtime=config.runtime, on_progress=on_progress)
+    dtype, trust = config.bench.dtype or config.target.dtype, config.target.trust_remote_code
+    target = load_causal_lm(context.target.path, dtype=dtype, trust_remote_code=trust)
+    chosen = choose_prompts(context, target)
+    drafts = load_drafts(context, dtype=dtype)
+    with bench_progress() as on_progress:
+        result = measure_speed(
+            target, drafts, chosen.prompts, config.bench, runtime=config.runtime, on_progress=on_progress
+        )
     settings = {
-        "machine": describe_machine(config.target.dtype),
+        "machine": describe_machine(dtype),
         "sampler": config.runtime.sampler,
         "max_new_tokens": config.bench.max_new_tokens,
-        "num_prompts": min(len(prompts), config.bench.num_prompts),
-        "prompt_set": "held-out prompts of the corpus",
+        **chosen.describe(),
     }
     write_json(context.work_dir / "bench.json", {"bench": result.rows, "settings": settings})
     for temperature in config.bench.temperatures:
-        context.tracker.log_figure(speedup_figure(result.rows, temperature=temperature), f"speedup_t{temperature:g}.png")
+        figure = speedup_figure(result.rows, temperature=temperature)
+        context.tracker.log_figure(figure, f"speedup_t{temperature:g}.png")
+    if "export" not in config.stages:  # which shows the table itself, at the end of the run
+        print_bench(result.rows)
     return bench_figures(result.rows)
 
 
-def held_out_prompts(context: StageContext) -> list[list[int]]:
-    """Distinct prompts of the test part, in the corpus's order, that leave room for the answers."""
-    prompts: dict[str, list[int]] = {}
-    for row in corpus_parts(context).test.select_columns(["prompt_id", "prompt_token_ids"]):
-        prompts.setdefault(row["prompt_id"], list(row["prompt_token_ids"]))
-    return list(prompts.values())
+def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
+    """The prompts of `bench.prompts`, or held-out ones, that leave room for the answer in the target's context.
+
+    Raises:
+        ValueError: no prompt can be used.
+    """
+    config, bench = context.config, context.config.bench
+    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    limits = {"num_prompts": bench.num_prompts, "max_tokens": context_tokens - bench.max_new_tokens}
+    if bench.prompts is None:
+        rows = corpus_parts(context).test.select_columns(["prompt_id", "prompt_token_ids"])
+        return held_out_prompts(rows, **limits)
+    tokenizer = load_tokenizer(context.target.path, config.target.trust_remote_code)
+    return file_prompts(bench.prompts, tokenizer, chat=config.target.chat, **limits)
 
 
 def bench_figures(rows: list[dict[str, Any]]) -> dict[str, object]:
     """The speedups of native rows by name, as they are logged."""
-    return {f"walltime_speedup_{row['draft']}_t{row['temperature']:g}_g{row['gamma']}_b{row['batch']}": row["walltime_speedup"]
-            for row in rows if row["backend"] == "native" and row["draft"] != "none"}
+    figures: dict[str, object] = {}
+    for row in rows:
+        if row["backend"] == "native" and row["draft"] != "none":
+            gamma = "auto" if row["gamma_policy"] == "auto" else row["gamma"]
+            name = f"walltime_speedup_{row['draft']}_t{row['temperature']:g}_g{gamma}_b{row['batch']}"
+            figures[name] = row["walltime_speedup"]
+    return figures
+
+
+def print_bench(rows: list[Any]) -> None:
+    """The table, as wide as a log file needs or as the terminal is."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
+    console.print(bench_table(rows))
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def bench_progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere: the runner says when a stage starts and ends."""
     columns = (TextColumn("bench"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:

@@ -67,7 +67,7 @@ STAGES = (
     # How often the target accepts it, on text that was held out.
     Stage("eval", 1, ("eval",), ("corpus", "distill"), "pipeline.stage_eval:run_eval"),
     # What that is worth by the clock.
-    Stage("bench", 1, ("bench", "runtime"), ("corpus", "distill"), "pipeline.stage_bench:run_bench"),
+    Stage("bench", 2, ("bench", "runtime"), ("corpus", "distill"), "pipeline.stage_bench:run_bench"),
     # A folder that any server loads, with the report.
     Stage(
         "export",
@@ -86,6 +86,7 @@ NOT_IN_FINGERPRINT = frozenset(
         "target.name",
         "draft.path",
         "corpus.prompts",
+        "bench.prompts",
         "preflight.min_free_disk_gib",
     }
 )
@@ -123,9 +124,9 @@ def input_revisions(config: Config, target: ModelRef) -> dict[str, str]:
     revisions = {"target": target.revision}
     if config.draft.path is not None:
         revisions["draft"] = content_revision(obtain_model(config.draft.path, field="draft.path"))
-    if config.corpus.prompts is not None:
-        prompts = Path(config.corpus.prompts)
-        revisions["corpus"] = file_revision(prompts) if prompts.is_file() else config.corpus.prompts
+    for group, named in (("corpus", config.corpus.prompts), ("bench", config.bench.prompts)):
+        if named is not None:
+            revisions[group] = file_revision(Path(named)) if Path(named).is_file() else named
     return revisions
 
 
@@ -133,7 +134,7 @@ def stage_fingerprint(
     stage: Stage, values: dict[str, Any], revisions: dict[str, str], upstream: dict[str, str]
 ) -> str:
     """sha256 of the stage's name, version, settings, the content it points at, and its upstream fingerprints."""
-    groups = {key.partition(".")[0] for key in stage.config_keys}
+    groups = {key for key in stage.config_keys if "." not in key}
     return fingerprint_of(
         {
             "stage": stage.name,

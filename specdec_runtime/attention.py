@@ -3,7 +3,7 @@
 Grouped-query attention is folded into the query length: [B, Hkv*G, L, D] is seen as [B, Hkv, G*L, D], so that each KV
 head is read once for all of its query heads and `repeat_kv` is not needed. On a CPU this is 2 to 8 times faster
 than the usual path with a mask. There, blocks of few query rows are padded to `MIN_QUERY_ROWS`: smaller matrix products
-take another kernel, which rounds differently, and that alone made bf16 outputs depend on the width of a forward.
+take another kernel, which rounds differently, one of the reasons why bf16 outputs depend on the width of a forward.
 
 Shape legend: B rows, H query heads, K kv heads, G = H / K, L query positions, T cached positions, D head size.
 """

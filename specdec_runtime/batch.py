@@ -35,8 +35,10 @@ class Batch:
 
     def noise(self, num: int) -> Optional[Tensor]:
         """[purpose, B, num] uniform numbers for the next `num` output positions; None when all is at temperature 0."""
-        if self.sampling.all_greedy:
-            return None
+        return None if self.sampling.all_greedy else self.uniforms(num)
+
+    def uniforms(self, num: int) -> Tensor:
+        """The same, whatever the temperatures."""
         seeds = np.array([row.seed for row in self.rows], dtype=np.uint64)
         positions = np.array([row.num_generated for row in self.rows], dtype=np.int64)
         return torch.from_numpy(uniforms(seeds, positions, num)).to(self.device)

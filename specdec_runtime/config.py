@@ -5,7 +5,7 @@ from typing import Optional
 
 SAMPLERS = ("probabilistic", "greedy")
 GAMMAS = ("fixed", "auto")
-ACCEPTANCES = ("exact", "typical", "lenient")
+ACCEPTANCES = ("exact", "typical", "lenient", "synthetic")
 INVARIANT_WIDTH = (
     8  # width of every decode forward under width_invariant, so that all gammas below it share a shape
 )
@@ -28,6 +28,7 @@ class DecoderConfig:
     acceptance: str = "exact"
     eta: float = 0.3
     lenience: float = 0.7
+    synthetic_acceptance: float = 0.7
     # Batch and memory
     max_batch_size: int = 8
     max_length: Optional[int] = None
@@ -70,6 +71,8 @@ class DecoderConfig:
         for name in ("draft_confidence", "min_conditional_acceptance"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie in [0, 1] (0 switches it off)")
+        if not 0.0 <= self.synthetic_acceptance <= 1.0:
+            raise ValueError(f"synthetic_acceptance={self.synthetic_acceptance}: must lie in [0, 1]")
         for name in ("eta", "lenience"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie in (0, 1]")

@@ -17,7 +17,7 @@ from specdec_runtime.drafter import Drafter, Proposal
 from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.gamma import GammaPolicy, RoundReport, make_gamma_policy
 from specdec_runtime.judge import Judge, Judgement
-from specdec_runtime.limits import Limits, warn_if_not_accepted
+from specdec_runtime.limits import Limits
 from specdec_runtime.prefill import prompt_logits
 from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
@@ -101,7 +101,7 @@ class SpeculativeDecoder:
                 yield from self._advance(scheduler)
         finally:
             self._is_busy = False
-        warn_if_not_accepted(self.stats, self.config)
+        self._limits.warn_if_not_accepted(self.stats)
 
     def _advance(self, scheduler: Scheduler) -> list[StreamEvent]:
         """Admits what fits, or else decodes one round; returns what was committed."""
@@ -111,10 +111,8 @@ class SpeculativeDecoder:
                 self._round(scheduler)
                 touched = list(scheduler.active)
             finished = self._retire(scheduler)
-        events = [
-            StreamEvent(row.index, row.take_streamable()) for row in touched if row.finish_reason is None
-        ]
-        events = [event for event in events if event.token_ids]
+        going_on = [row for row in touched if row.finish_reason is None]
+        events = [StreamEvent(row.index, new) for row in going_on if (new := row.take_streamable())]
         for row in finished:
             output = row.output(detokenize=self.detokenize, lossless=self.config.lossless)
             self.stats.add(output.stats)

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.drafter import Proposal
-from specdec_runtime.lossy import lossy_accepts
+from specdec_runtime.lossy import lossy_accepts, synthetic_accepts
 from specdec_runtime.noise import ACCEPT, NEXT
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import TokenLogprob
@@ -88,21 +88,31 @@ class Judge:
     ) -> Verdict:
         sampling = batch.sampling
         draft = {"draft_ids_BG": proposal.ids_BG, "num_proposed_B": proposal.num_proposed_B}
-        if sampling.all_greedy and self.config.lossless and not sampling.changes_logits:
-            return verify_chain(**draft, target_ids_BT=logits_BTV.argmax(dim=2))
+        lossy_accept_BG = None
+        if self.config.acceptance == "synthetic":
+            uniform_PBT = batch.uniforms(logits_BTV.shape[1]) if uniform_PBT is None else uniform_PBT
+            lossy_accept_BG = synthetic_accepts(
+                self.config, uniform_PBT[ACCEPT, :, : proposal.ids_BG.shape[1]]
+            )
+        is_by_argmax = sampling.all_greedy and self.config.acceptance in ("exact", "synthetic")
+        if is_by_argmax and not sampling.changes_logits:
+            return verify_chain(
+                **draft, target_ids_BT=logits_BTV.argmax(dim=2), lossy_accept_BG=lossy_accept_BG
+            )
         adjusted_BTV = sampling.adjust(
             logits_BTV, num_generated_B=batch.num_generated(), proposed_BG=proposal.ids_BG, first_offset=0
         )
-        if sampling.all_greedy and self.config.lossless:
-            return verify_chain(**draft, target_ids_BT=adjusted_BTV.argmax(dim=2))
+        if is_by_argmax:
+            return verify_chain(
+                **draft, target_ids_BT=adjusted_BTV.argmax(dim=2), lossy_accept_BG=lossy_accept_BG
+            )
         probs_BTV = sampling.warp(adjusted_BTV)
         if uniform_PBT is None:
             uniform_PBT = probs_BTV.new_zeros(
                 3, *probs_BTV.shape[:2]
             )  # temperature 0: nothing is left to chance
         accept_uniform_BG = uniform_PBT[ACCEPT, :, : proposal.ids_BG.shape[1]]
-        lossy_accept_BG = None
-        if not self.config.lossless:
+        if self.config.acceptance in ("typical", "lenient"):
             lossy_accept_BG = lossy_accepts(
                 self.config,
                 proposal,

@@ -22,6 +22,7 @@ class Limits:
 
     def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Drafter]) -> None:
         self.config, self.target, self.drafter = config, target, drafter
+        self._has_warned = False
 
     def check_request(self, index: int, request: Request, *, has_detokenize: bool) -> None:
         """Raises ValueError when a request cannot be served as asked."""
@@ -123,17 +124,17 @@ class Limits:
             return 1 + min(self.config.num_speculative_tokens, per_row)
         return 1 + num_proposed
 
-
-def warn_if_not_accepted(stats: Stats, config: DecoderConfig) -> None:
-    """Warns when the draft's tokens mostly fall when they are judged."""
-    num_judged = sum(stats.judged_per_position)
-    if num_judged < _MIN_JUDGED_TO_WARN:
-        return
-    rate = stats.num_accepted / num_judged
-    if rate < config.min_conditional_acceptance:
-        logger.warning(
-            "the target accepts %.0f%% of the draft tokens that it judges (min_conditional_acceptance=%.2f): "
-            "distil the draft for this traffic, lower num_speculative_tokens, or set gamma=auto",
-            100 * rate,
-            config.min_conditional_acceptance,
-        )
+    def warn_if_not_accepted(self, stats: Stats) -> None:
+        """Warns, once per decoder, when the draft's tokens mostly fall when they are judged."""
+        num_judged = sum(stats.judged_per_position)
+        if self._has_warned or num_judged < _MIN_JUDGED_TO_WARN:
+            return
+        rate = stats.num_accepted / num_judged
+        if rate < self.config.min_conditional_acceptance:
+            self._has_warned = True
+            logger.warning(
+                "the target accepts %.0f%% of the draft tokens that it judges (min_conditional_acceptance=%.2f): "
+                "distil the draft for this traffic, lower num_speculative_tokens, or set gamma=auto",
+                100 * rate,
+                self.config.min_conditional_acceptance,
+            )

@@ -41,3 +41,11 @@ def lossy_accepts(
     sampled_BG = accept_uniform_BG * config.lenience * q_drafted_BG < p_drafted_BG
     greedy_BG = p_drafted_BG >= config.lenience * p_BGV.amax(dim=2)
     return torch.where(is_greedy_B[:, None], greedy_BG, sampled_BG)
+
+
+def synthetic_accepts(config: DecoderConfig, accept_uniform_BG: Tensor) -> Tensor:
+    """Verdicts [B, G] by chance alone, each proposal with probability `synthetic_acceptance`, whatever the models say.
+
+    For timing models with random weights: the number of tokens per round is right, the tokens mean nothing.
+    """
+    return accept_uniform_BG < config.synthetic_acceptance

@@ -21,12 +21,16 @@ def warp_logits(
     top_k_B: Optional[Tensor] = None,
     top_p_B: Optional[Tensor] = None,
     min_p_B: Optional[Tensor] = None,
+    max_top_k: Optional[int] = None,
+    has_greedy: Optional[bool] = None,
 ) -> Tensor:
     """Temperature, then top_k, top_p, min_p: removed ids get -inf; a row at temperature 0 keeps its argmax only.
 
     Args:
         logits_BLV: any floating dtype. temperature_B: >= 0. top_k_B: long, 0 keeps all. top_p_B: in (0, 1].
             min_p_B: in [0, 1]. None: no row uses that warper.
+        max_top_k, has_greedy: the largest top_k, and whether a temperature is 0, where the caller knows them; read off
+            the tensors otherwise, for which a GPU must wait.
 
     Returns:
         fp32 [B, L, V]; its softmax is the warped distribution. Ties at a threshold are all kept.
@@ -36,21 +40,21 @@ def warp_logits(
     scale_B11 = temperature_B.float()[:, None, None].masked_fill(greedy_B11, 1.0)
     warped_BLV = logits_BLV / scale_B11
     if top_k_B is not None:
-        warped_BLV = _keep_top_k(warped_BLV, top_k_B)
+        warped_BLV = _keep_top_k(warped_BLV, top_k_B, int(top_k_B.max()) if max_top_k is None else max_top_k)
     if top_p_B is not None:
         warped_BLV = _keep_top_p(warped_BLV, top_p_B)
     if min_p_B is not None:
         floor_BL1 = warped_BLV.amax(dim=2, keepdim=True) + min_p_B.float().log()[:, None, None]
         warped_BLV = warped_BLV.masked_fill(warped_BLV < floor_BL1, -torch.inf)
-    if bool(greedy_B11.any()):
+    if bool(greedy_B11.any()) if has_greedy is None else has_greedy:
         one_hot_BLV = torch.full_like(logits_BLV, -torch.inf)
         one_hot_BLV.scatter_(2, logits_BLV.argmax(dim=2, keepdim=True), 0.0)
         warped_BLV = torch.where(greedy_B11, one_hot_BLV, warped_BLV)
     return warped_BLV
 
 
-def _keep_top_k(logits_BLV: Tensor, top_k_B: Tensor) -> Tensor:
-    num_kept = min(int(top_k_B.max()), logits_BLV.shape[2])
+def _keep_top_k(logits_BLV: Tensor, top_k_B: Tensor, max_top_k: int) -> Tensor:
+    num_kept = min(max_top_k, logits_BLV.shape[2])
     if num_kept == 0:
         return logits_BLV
     top_BLk = logits_BLV.topk(num_kept, dim=2).values
@@ -63,10 +67,13 @@ def _keep_top_p(logits_BLV: Tensor, top_p_B: Tensor) -> Tensor:
     """Keeps an id when the mass of all strictly more likely ids is below top_p."""
     top_p_B11 = top_p_B.float()[:, None, None]
     probs_BLV = logits_BLV.softmax(dim=2)
-    num_candidates = min(_NUCLEUS_CANDIDATES, probs_BLV.shape[2])
-    sorted_BLk = probs_BLV.topk(num_candidates, dim=2).values
-    if not bool(((sorted_BLk.sum(dim=2, keepdim=True) >= top_p_B11) | (top_p_B11 >= 1)).all()):
+    if probs_BLV.is_cuda:  # there a sort is cheap, and a look at its result is not
         sorted_BLk = probs_BLV.sort(dim=2, descending=True).values
+    else:
+        sorted_BLk = probs_BLV.topk(min(_NUCLEUS_CANDIDATES, probs_BLV.shape[2]), dim=2).values
+        is_enough = (sorted_BLk.sum(dim=2, keepdim=True) >= top_p_B11) | (top_p_B11 >= 1)
+        if not bool(is_enough.all()):
+            sorted_BLk = probs_BLV.sort(dim=2, descending=True).values
     is_kept_BLk = sorted_BLk.cumsum(dim=2) - sorted_BLk < top_p_B11
     least_BL1 = sorted_BLk.masked_fill(~is_kept_BLk, torch.inf).amin(dim=2, keepdim=True)
     return logits_BLV.masked_fill((probs_BLV < least_BL1) & (top_p_B11 < 1), -torch.inf)
@@ -169,6 +176,8 @@ class BatchSampling:
             top_k_B=self._top_k_B,
             top_p_B=self._top_p_B,
             min_p_B=self._min_p_B,
+            max_top_k=max(r.top_k or 0 for r in self.requests),
+            has_greedy=any(r.temperature == 0 for r in self.requests),
         ).softmax(dim=-1)
 
     def _column(self, values: Sequence[float], neutral: float) -> Optional[Tensor]:

@@ -37,7 +37,7 @@ def verify_chain(
 
     Args:
         draft_ids_BG: proposed ids, the first `num_proposed_B` of each row count; G may be 0.
-        target_ids_BT: argmax of p when every row is at temperature 0; nothing else is needed then.
+        target_ids_BT: argmax of p when every row is at temperature 0; no probabilities are needed then.
         target_probs_BTV: p at each position; position i follows the i-th proposal.
         draft_probs_BGN: q that the proposals were sampled from; None: they were chosen by argmax, q is one-hot.
         draft_vocab_ids_N: the ids of q's columns; None: all V. q is zero elsewhere.
@@ -45,7 +45,7 @@ def verify_chain(
         lossy_accept_BG: a lossy rule's verdicts in place of the test above; the next token is then drawn from p.
     """
     if target_ids_BT is not None:
-        accept_BG = draft_ids_BG == target_ids_BT[:, :-1]
+        accept_BG = draft_ids_BG == target_ids_BT[:, :-1] if lossy_accept_BG is None else lossy_accept_BG
         num_accepted_B = _leading_accepts(accept_BG, num_proposed_B)
         return Verdict(num_accepted_B, target_ids_BT.gather(1, num_accepted_B[:, None]).squeeze(1))
 

@@ -38,7 +38,7 @@ def read_prompts(prompts: str, column: Optional[str], split: str) -> Iterator[An
         raise ValueError(
             "corpus.prompts is empty: give a file (jsonl, parquet, csv) or a dataset, or null for invented questions"
         )
-    rows = _rows(prompts, split)
+    rows = read_rows(prompts, split)
     first: Optional[Row] = None
     unreadable: list[Row] = []
     for row in rows:
@@ -77,17 +77,22 @@ def _column(prompts: str, available: list[str], column: Optional[str]) -> str:
     )
 
 
-def _rows(prompts: str, split: str) -> Iterator[Row]:
+def read_rows(prompts: str, split: str, *, field: str = "corpus.prompts") -> Iterator[Row]:
+    """All rows of a file or dataset, with all their columns; `BadRow` for an unreadable one.
+
+    Raises:
+        ValueError: no such file or dataset; `field` is the setting that named it.
+    """
     path = Path(prompts)
     if path.is_file():
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}
         if path.suffix not in readers:
             raise ValueError(
-                f"corpus.prompts={prompts!r}: unknown kind of file; use one of {sorted(readers)} or a dataset"
+                f"{field}={prompts!r}: unknown kind of file; use one of {sorted(readers)} or a dataset"
             )
         return readers[path.suffix](path)
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
-        raise ValueError(f"corpus.prompts={prompts!r}: no such file")
+        raise ValueError(f"{field}={prompts!r}: no such file")
     return iter(_dataset(prompts, split))
 
 

@@ -28,12 +28,14 @@ def changed(first: dict[str, str], second: dict[str, str]) -> set[str]:
 @pytest.mark.parametrize(
     ("override", "stages_changed"),
     [
-        ("corpus.max_new_tokens=7", {"corpus", "distill", "eval", "bench", "export"}),
-        ("corpus.held_out_fraction=0.4", {"distill", "eval", "bench", "export"}),
+        ("corpus.seed=7", {"corpus", "distill", "eval", "bench", "export"}),
+        ("corpus.max_new_tokens=7", {"preflight", "corpus", "distill", "eval", "bench", "export"}),
+        ("corpus.held_out_fraction=0.3", {"distill", "eval", "bench", "export"}),
         ("loss=tv", {"distill", "eval", "bench", "export"}),
         ("train.learning_rate=0.1", {"distill", "eval", "bench", "export"}),
         ("eval.num_bootstrap=7", {"eval", "export"}),
-        ("runtime.max_batch_size=3", {"bench", "export"}),
+        ("runtime.gamma=auto", {"bench", "export"}),
+        ("runtime.max_batch_size=3", {"preflight", "bench", "export"}),
         ("export.dtype=float16", {"export"}),
         ("preflight.num_repeats=7", {"preflight", "export"}),
         ("target.dtype=float16", {"preflight", "corpus", "distill", "eval", "bench", "export"}),

@@ -1,0 +1,138 @@
+"""What the benchmark asks: held-out prompts of the corpus, or a file of the user's, as token ids.
+
+A file has one row per prompt: `turns` as in MT-bench (arXiv 2306.05685) and Spec-Bench (arXiv 2401.07851), of which the
+first is asked, or one of the columns that `corpus.prompts` reads. `category` and `question_id` are used where they are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.corpus.prompts import SkippedRow, row_ids
+from pipeline.corpus.sources import COLUMNS, BadRow, read_rows
+
+FIELD = "bench.prompts"
+MAX_NAMED = 20
+
+
+@dataclass
+class PromptSet:
+    """Prompts as token ids, in the order in which they are asked.
+
+    `skipped`: names of the rows that cannot be used, by reason. `categories`: how many prompts of each.
+    """
+
+    name: str
+    prompts: list[list[int]] = field(default_factory=list)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    categories: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str, name: str) -> None:
+        """Count a row that is left out."""
+        self.skipped.setdefault(reason, []).append(name)
+
+    def describe(self) -> dict[str, Any]:
+        """For `settings` in bench.json: which prompts, how many, and which rows were left out and why."""
+        return {
+            "prompt_set": self.name,
+            "num_prompts": len(self.prompts),
+            "prompt_categories": self.categories,
+            "num_skipped_prompts": {reason: len(names) for reason, names in self.skipped.items()},
+            "skipped_prompts": {reason: names[:MAX_NAMED] for reason, names in self.skipped.items()},
+        }
+
+
+def held_out_prompts(rows: Iterable[dict[str, Any]], *, num_prompts: int, max_tokens: int) -> PromptSet:
+    """The first distinct prompts of corpus rows that have at most `max_tokens`.
+
+    Raises:
+        ValueError: none is short enough.
+    """
+    chosen = PromptSet("held-out prompts of the corpus")
+    seen: set[str] = set()
+    for row in rows:
+        if row["prompt_id"] in seen or len(chosen.prompts) == num_prompts:
+            continue
+        seen.add(row["prompt_id"])
+        if len(row["prompt_token_ids"]) > max_tokens:
+            chosen.skip("prompt_too_long", row["prompt_id"])
+        else:
+            chosen.prompts.append(list(row["prompt_token_ids"]))
+    return _require_some(chosen, max_tokens)
+
+
+def check_prompt_file(path: str) -> None:
+    """Find what is wrong with a prompts file without reading more than its first good row.
+
+    Raises:
+        ValueError: no such file, an unknown kind of file, no row that can be read, or no column with prompts.
+    """
+    for row in _read(path):
+        if not isinstance(row, BadRow):
+            _text_of(row, path)
+            return
+    raise ValueError(f"{FIELD}={path!r} has no rows that can be read: give a file with at least one")
+
+
+def file_prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool, num_prompts: int, max_tokens: int
+) -> PromptSet:
+    """`num_prompts` prompts of a file that have at most `max_tokens`; with categories, the same number of each, in turn.
+
+    Args:
+        chat: put each prompt into the target's chat template, as the user's turn.
+
+    Raises:
+        ValueError: the file cannot be read, or no row can be used.
+    """
+    check_prompt_file(path)
+    chosen = PromptSet(Path(path).name)
+    by_category: dict[str, list[list[int]]] = {}
+    for number, row in enumerate(_read(path)):
+        name = str(row.get("question_id", f"row {number}"))
+        try:
+            ids = row_ids(row if isinstance(row, BadRow) else _text_of(row, path), tokenizer, chat=chat)
+        except SkippedRow as skipped:
+            chosen.skip(str(skipped), name)
+            continue
+        if len(ids) > max_tokens:
+            chosen.skip("prompt_too_long", name)
+        else:
+            by_category.setdefault(str(row.get("category", "")), []).append(ids)
+    in_turn = chain.from_iterable(zip_longest(*([(c, ids) for ids in rows] for c, rows in by_category.items())))
+    taken = [pair for pair in in_turn if pair is not None][:num_prompts]
+    chosen.prompts = [ids for _, ids in taken]
+    chosen.categories = dict(Counter(category for category, _ in taken if category))
+    return _require_some(chosen, max_tokens)
+
+
+def _read(path: str) -> Iterator[dict[str, Any]]:
+    if not Path(path).is_file():
+        raise ValueError(f"{FIELD}={path!r}: no such file")
+    return read_rows(path, "train", field=FIELD)
+
+
+def _text_of(row: dict[str, Any], path: str) -> Any:
+    """The row's prompt: a text or a list of messages."""
+    if "turns" in row:
+        turns = row["turns"]
+        return turns[0] if isinstance(turns, list) and turns else None
+    for column in COLUMNS:
+        if column in row:
+            return row[column]
+    raise ValueError(f"{FIELD}={path!r} has none of the columns {['turns', *COLUMNS]}; it has {list(row)}")
+
+
+def _require_some(chosen: PromptSet, max_tokens: int) -> PromptSet:
+    if not chosen.prompts:
+        reasons = {reason: len(names) for reason, names in chosen.skipped.items()}
+        raise ValueError(
+            f"bench: none of the {chosen.name} can be used ({reasons}); a prompt may have {max_tokens} tokens beside "
+            "the answer: lower bench.max_new_tokens or choose other prompts"
+        )
+    return chosen
