@@ -1,7 +1,7 @@
 """Acceptance: how much of the target's distribution the draft covers. This page is the definition.
 
-For a position t of a response y that the target wrote to a prompt x, with p = p(. | x, y_<t) of the target and
-q = q(. | x, y_<t) of the draft, both in fp32 and after the same warpers:
+For a position t of a response y that the target wrote to a prompt x, with p = p(. | x, y_<t) of the target
+and q = q(. | x, y_<t) of the draft, both in fp32 and after the same warpers:
 
     temperature 0                     a_t = 1 if argmax p == argmax q else 0      (for both samplers)
     T > 0, sampler `probabilistic`    a_t = sum_v min(p_v, q_v) = 1 - TV(p, q)    (Leviathan et al. 2023)
@@ -9,11 +9,10 @@ q = q(. | x, y_<t) of the draft, both in fp32 and after the same warpers:
 
     acceptance_rate = sum of a_t over all measured positions / number of measured positions
 
-* Measured positions are every generated response token, the first and the final EOS included, and none after
-  EOS.
-* It is marginal: the prefix is always the target's own text, so a_t is not conditioned on earlier proposals
-  having been accepted in a round. (What a server prints, accepted / proposed tokens, depends on gamma and is
-  another figure.)
+* Measured positions are every generated response token, the first and the final EOS included, none after EOS.
+* It is marginal: the prefix is always the target's own text, so a_t is not conditioned on earlier
+  proposals having been accepted in a round. (What a server prints, accepted / proposed tokens, depends on
+  gamma and is another figure.)
 * The bonus token is not counted: it is drawn from p and nothing was proposed for it.
 * Rows are those that were sampled at the temperature being measured, if there are any; otherwise all rows.
 * A draft with a shortlist (`vocab_ids`) has q renormalised over those ids and zero elsewhere.
@@ -21,8 +20,8 @@ q = q(. | x, y_<t) of the draft, both in fp32 and after the same warpers:
 
 So acceptance lies in [0, 1], and is exactly 1 when draft and target are the same model.
 
-Shapes: N positions of a chunk, V token ids, K ids that the draft scores (K = V without a shortlist), P
-prompts.
+Shapes: N positions of a chunk, V token ids, K ids that the draft scores (K = V without a
+shortlist), P prompts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +73,7 @@ def warper(*, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0) 
 
 
 def distribution(logits_NV: Tensor, temperature: float, warp: Warp | None = None) -> Tensor:
-    """p [N, V] in fp32 at a temperature > 0, or q [N, K] on the draft's columns: one function for both sides."""
+    """p [N, V] in fp32 at a temperature > 0, or q [N, K] on the draft's columns: the same for both sides."""
     assert temperature > 0
     logits_NV = logits_NV.float() / temperature
     return torch.softmax(logits_NV if warp is None else warp(logits_NV), dim=-1)
@@ -92,7 +91,8 @@ def greedy_agreement(
 def overlap(p_NK: Tensor, q_NK: Tensor, *, is_shortlist: bool = False) -> Tensor:
     """sum_v min(p_v, q_v), shape [N], as 1 - TV, which is exactly 1.0 for equal rows in floating point too.
 
-    With `is_shortlist` the columns are the draft's ids only, and the mass that p has elsewhere is distance as well.
+    With `is_shortlist` the columns are the draft's ids only, and the mass that p has elsewhere
+    is distance as well.
     """
     distance_N = (p_NK - q_NK).abs().sum(dim=-1)
     if is_shortlist:
@@ -166,19 +166,16 @@ def teacher_forced_acceptance(
 
     Args:
         num_token_ids: how many ids the tokenizer has (`num_shared_token_ids` proves it); needed when the
-        logits of
-            target and drafts differ in width.
+            logits of target and drafts differ in width.
         warp: top-k, top-p or min-p on logits / temperature (see `warper`), used on both sides at T > 0.
         max_prompts: rows per temperature. batch_tokens: padded tokens per forward pass.
 
     Returns:
-        One table per draft, temperature and sampler, in that nesting. At temperature 0 the samplers' tables
-        are equal.
+        One table per draft, temperature and sampler, nested so. At temperature 0 the samplers' are equal.
 
     Raises:
-        ValueError: no usable rows, an unknown sampler, ids outside the vocabulary, logits of different widths
-        without
-            `num_token_ids`.
+        ValueError: no usable rows, an unknown sampler, ids outside the vocabulary, or logits of
+            different widths without `num_token_ids`.
     """
     unknown = sorted(set(samplers) - set(SAMPLERS))
     if unknown or not samplers or not temperatures or min(temperatures) < 0:
@@ -217,9 +214,7 @@ def _hidden(model: PreTrainedModel, rows: Sequence[ResponseRow]) -> Tensor:
 
 
 def _by_temperatures(selected: Mapping[float, Sequence[int]]) -> list[tuple[list[float], list[int]]]:
-    """Rows grouped by the temperatures that want them, so that no batch computes a figure for rows without
-    use.
-    """
+    """Rows grouped by the temperatures that want them, so that no figure is computed that nobody reads."""
     groups: dict[tuple[float, ...], list[int]] = {}
     for index in sorted(set().union(*selected.values())):
         groups.setdefault(tuple(t for t in selected if index in set(selected[t])), []).append(index)

@@ -57,9 +57,7 @@ class AcceptanceTable:
         }
 
     def by_position(self, edges: Sequence[int] = (0, 1, 8, 32, 128)) -> list[dict[str, float]]:
-        """Acceptance in response positions [start, end): {start, end, value, num_tokens}; empty ranges are
-        left out.
-        """
+        """{start, end, value, num_tokens} of response positions [start, end), without empty ranges."""
         result = []
         longest = max(map(len, self.values))
         for start, end in zip(edges, [*edges[1:], max(longest, edges[-1])], strict=True):

@@ -21,7 +21,7 @@ from specdec_runtime.config import DecoderConfig
 
 @dataclass
 class BenchResult:
-    """`rows`: one per condition, JSON-able, with the report's keys and more. `measurements`: what they came from."""
+    """`rows`: one per condition, JSON-able, with the report's keys. `measurements`: what they came from."""
 
     rows: list[Row] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)

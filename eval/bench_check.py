@@ -33,10 +33,11 @@ class TokenChecker:
         """`lossless`, and at temperature 0 how many outputs are the same and why others are not.
 
         At temperature 0 in fp32, lossless means that every token is that of native plain decoding and that of
-        `hf_generate`, at the same batch size. In 16-bit formats, where kernels round by width, it means for the
-        native engine that the tokens are those of plain decoding at the same width (`num_identical_same_width` of
-        `num_checked`); in batches, with gamma=auto and for other backends, whose widths are not ours to set, a
-        difference at a near tie is allowed. At temperature > 0 it says that the acceptance rule is exact.
+        `hf_generate`, at the same batch size. In 16-bit formats, where kernels round by width, it means for
+        the native engine that the tokens are those of plain decoding at the same width
+        (`num_identical_same_width` of `num_checked`); in batches, with gamma=auto and for other backends,
+        whose widths are not ours to set, a difference at a near tie is allowed. At temperature > 0 it says
+        that the acceptance rule is exact.
 
         With a synthetic acceptance rule no token is compared: they mean nothing.
         """
@@ -84,13 +85,14 @@ class TokenChecker:
         counts = {
             "num_checked": num_checked,
             "num_identical_same_width": num_checked - len(differing),
-            # How much plain decoding itself changes with the width: what the mismatches are to be seen against.
+            # How much plain decoding itself changes with the width: what the mismatches are to
+            # be seen against.
             "num_plain_identical_across_widths": sum(a == b for a, b in zip(plain, same_width, strict=False)),
         }
         return counts, differing
 
     def _plain_at_width(self, condition: Condition) -> Outputs:
-        """Plain greedy outputs of the first prompts, with forwards as wide as this condition's verification."""
+        """Plain greedy outputs of the first prompts, by forwards as wide as this verification."""
         width = condition.gamma + 1
         if width not in self._at_width:
             num_prompts = min(self._config.num_check_prompts, len(self._main_reference().outputs))

@@ -20,7 +20,8 @@ NO_DRAFT = "none"
 class Condition:
     """One way to decode. Plain decoding has draft `none` and gamma 0.
 
-    `gamma_policy`: "fixed", or "auto", where the engine chooses the proposal length and `gamma` is its upper bound.
+    `gamma_policy`: "fixed", or "auto", where the engine chooses the proposal length and `gamma`
+    is its upper bound.
     """
 
     backend: str
@@ -39,7 +40,7 @@ class Condition:
 def conditions_at(
     config: BenchConfig, draft_names: list[str], *, temperature: float, batch: int
 ) -> list[Condition]:
-    """All conditions of one temperature and batch size: they are compared with each other and run in alternation."""
+    """All conditions of one temperature and batch size: they are compared, and run in alternation."""
     plain = [backend for backend in config.backends if backend in PLAIN_BACKENDS]
     result = [Condition(backend, NO_DRAFT, 0, temperature, batch) for backend in plain]
     for name in draft_names:
@@ -80,12 +81,13 @@ class BackendFactory:
         return is_native and self.runtime.acceptance == "synthetic"
 
     def plain_at_width(self, width: int, batch: int) -> Backend:
-        """Native plain decoding whose target forwards are as wide as a verification: kernels round by width."""
+        """Native plain decoding by forwards as wide as a verification: kernels round by width."""
         return self._plain(batch, verify_width=width)
 
     def _make(self, condition: Condition) -> Backend:
         if condition.backend.startswith("hf_generate"):
-            # With a static cache `generate` compiles its step on CUDA: the strongest that Transformers has there.
+            # With a static cache `generate` compiles its step on CUDA: the strongest that
+            # Transformers has there.
             is_static = condition.backend == "hf_generate_static"
             return HFGenerate(self.target, max_batch_size=condition.batch, static_cache=is_static)
         if condition.is_plain:

@@ -1,4 +1,4 @@
-"""The clock of the benchmark: every condition on every group of prompts, in alternating order, in one process."""
+"""The benchmark's clock: every condition on every group of prompts, in alternation, in one process."""
 
 import resource
 import time
@@ -74,9 +74,9 @@ def measure(
 ) -> list[Measurement]:
     """Runs conditions of one temperature and batch size on all prompts.
 
-    The order rotates from group to group and runs backwards in every other one, so that drifts of the machine fall
-    on all conditions alike. A group is run in full or not at all: with `deadline_s` (of `time.perf_counter`) fewer
-    groups run.
+    The order rotates from group to group and runs backwards in every other one, so that drifts of the machine
+    fall on all conditions alike. A group is run in full or not at all: with `deadline_s` (of
+    `time.perf_counter`) fewer groups run.
     """
     temperature, batch = conditions[0].temperature, conditions[0].batch
     assert all((c.temperature, c.batch) == (temperature, batch) for c in conditions)

@@ -16,19 +16,19 @@ Row = dict[str, Any]
 
 
 def strongest_baseline(measurements: Sequence[Measurement]) -> Measurement:
-    """The plain decoding with the most tokens per second among measurements of one temperature and batch size."""
+    """The plain decoding with the most tokens per second, at one temperature and batch size."""
     return max((m for m in measurements if m.condition.is_plain), key=lambda m: m.tokens_per_second)
 
 
 def bench_row(measurement: Measurement, baseline: Measurement, *, num_bootstrap: int, seed: int) -> Row:
     """One row without its check of the tokens.
 
-    `gamma` is the upper bound where `gamma_policy` is auto, and 0 in plain decoding. `walltime_speedup` is against
-    `baseline`, paired by group of prompts (at batch 1 a group is a prompt), with `low` and `high` the ends of a 95%
-    bootstrap interval over groups. `latency_ms_*` is time per token after the first: the gap before a round's tokens
-    divided by their number. `ttft_ms_*` is the wait for the first token and `request_latency_ms_*` for the last one,
-    both from the start of the call. `acceptance_by_position`: share of rounds that accepted proposals 1..i;
-    `conditional_acceptance`: of those that accepted 1..i-1.
+    `gamma` is the upper bound where `gamma_policy` is auto, and 0 in plain decoding. `walltime_speedup` is
+    against `baseline`, paired by group of prompts (at batch 1 a group is a prompt), with `low` and `high` the
+    ends of a 95% bootstrap interval over groups. `latency_ms_*` is time per token after the first: the gap
+    before a round's tokens divided by their number. `ttft_ms_*` is the wait for the first token and
+    `request_latency_ms_*` for the last one, both from the start of the call. `acceptance_by_position`: share
+    of rounds that accepted proposals 1..i; `conditional_acceptance`: of those that accepted 1..i-1.
     """
     condition, stats = measurement.condition, measurement.stats
     speedup = bootstrap_speedup(
@@ -82,9 +82,9 @@ def cumulative_acceptance(stats: Stats) -> list[float]:
 def predict(measurement: Measurement, baseline: Measurement) -> float | None:
     """Speedup from this run's per-position acceptance and step times (`theory.predicted_speedup`).
 
-    T(1) is the baseline's decoding time per token and row; T_draft, T(gamma+1) and overhead are this condition's,
-    each summed over rows and divided by the rows' rounds. None where the backend has no clock inside, 1.0 for the
-    baseline.
+    T(1) is the baseline's decoding time per token and row; T_draft, T(gamma+1) and overhead are this
+    condition's, each summed over rows and divided by the rows' rounds. None where the backend has no clock
+    inside, 1.0 for the baseline.
     """
     stats, plain, gamma = measurement.stats, baseline.stats, measurement.condition.gamma
     if measurement is baseline:

@@ -1,5 +1,4 @@
-"""Percentile bootstrap over prompts (Efron 1979): every figure that is reported carries an interval from
-here.
+"""Percentile bootstrap over prompts (Efron 1979): each reported figure carries an interval from here.
 
 Tokens of one response are correlated, prompts are not: so whole prompts are resampled, and a figure is always
 a ratio of sums over the resampled prompts. Two figures on the same prompts are compared with the same
@@ -41,14 +40,13 @@ def bootstrap(
     """Interval of `statistic(sum of column 1, sum of column 2, ...)` over resampled prompts.
 
     Args:
-        columns: per-prompt numbers, each of shape [P]; prompt i is row i of every column (this is what pairs
-            them).
+        columns: per-prompt numbers, each of shape [P]; prompt i is row i of every column, which pairs them.
         statistic: vectorised function from the columns' sums, each of shape [R], to the figure, shape [R].
         num_bootstrap: R. confidence: mass inside the interval. seed: same seed and P, same resamples.
 
     Raises:
-        ValueError: no prompts, columns of different lengths, or a figure that is undefined on the whole
-        sample.
+        ValueError: no prompts, columns of different lengths, or a figure that is undefined
+            on the whole sample.
     """
     table_CP = _as_table(columns)
     if num_bootstrap < 1 or not 0 < confidence < 1:
@@ -129,9 +127,7 @@ def bootstrap_speedup(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Paired ratio of two speeds in tokens per second, condition over baseline, on the same prompts (or
-    batches).
-    """
+    """Paired ratio of two speeds (tokens/s), condition over baseline, on the same prompts or batches."""
     return bootstrap(
         (tokens, seconds, baseline_tokens, baseline_seconds),
         lambda tok, sec, base_tok, base_sec: (tok / sec) / (base_tok / base_sec),

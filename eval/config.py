@@ -1,4 +1,4 @@
-"""Settings of the acceptance measurement and of the benchmark; they are also the Hydra groups `eval` and `bench`."""
+"""Settings of the acceptance measurement and the benchmark: the Hydra groups `eval` and `bench`."""
 
 from dataclasses import dataclass, field
 from typing import Optional
@@ -36,14 +36,15 @@ class EvalConfig:
 class BenchConfig:
     """Plain decoding against the drafts, in alternation, on the same prompts.
 
-    `prompts`: a file of prompts, None for held-out prompts of the corpus. `dtype`: of both models, None for the
-    target's. `auto_gamma`: also let the engine choose the proposal length, up to the largest of `gammas`.
+    `prompts`: a file of prompts, None for held-out prompts of the corpus. `dtype`: of both models, None for
+    the target's. `auto_gamma`: also let the engine choose the proposal length, up to the largest of `gammas`.
     `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas`.
     `num_check_prompts`: prompts whose greedy outputs are compared with plain decoding at the same width.
     `max_minutes`: stop early, with whole groups.
 
-    `target` ("random:<shape>") times random weights of a named shape instead of the run's models, on random prompts
-    of `prompt_tokens`, with the shape `draft`, and with the share `acceptance` of proposals accepted by chance.
+    `target` ("random:<shape>") times random weights of a named shape instead of the run's models, on
+    random prompts of `prompt_tokens`, with the shape `draft`, and with the share `acceptance` of
+    proposals accepted by chance.
     """
 
     prompts: Optional[str] = None
@@ -94,7 +95,9 @@ class BenchConfig:
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"bench.batch_sizes={list(self.batch_sizes)}: give one or more batch sizes >= 1")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"bench.dtype={self.dtype!r}: choose from {list(DTYPES)}, or null for target.dtype")
+            raise ValueError(
+                f"bench.dtype={self.dtype!r}: choose from {list(DTYPES)}, or null for target.dtype"
+            )
 
     def _check_extent(self) -> None:
         if self.max_minutes is not None and self.max_minutes <= 0:
@@ -111,7 +114,9 @@ class BenchConfig:
 
     def _check_random_shapes(self) -> None:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ValueError(f"bench.acceptance={self.acceptance}: must lie in [0, 1], or null for the exact rule")
+            raise ValueError(
+                f"bench.acceptance={self.acceptance}: must lie in [0, 1], or null for the exact rule"
+            )
         if self.prompt_tokens < 1:
             raise ValueError(f"bench.prompt_tokens={self.prompt_tokens}: must be >= 1")
         if self.target is None:
@@ -122,6 +127,8 @@ class BenchConfig:
                 )
             return
         if self.prompts is not None:
-            raise ValueError(f"bench.prompts={self.prompts!r}: random weights have no tokenizer; leave it null")
+            raise ValueError(
+                f"bench.prompts={self.prompts!r}: random weights have no tokenizer; leave it null"
+            )
         for field_name, name in (("bench.target", self.target), ("bench.draft", self.draft)):
             shape_of(name, field=field_name)

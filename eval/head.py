@@ -74,8 +74,8 @@ def resolve_num_token_ids(
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """No gradients, no dropout; the training flag is put back afterwards.
 
-    Not `inference_mode`: what a model caches under it (rotary frequencies) could not be trained through
-    later.
+    Not `inference_mode`: what a model caches under it (rotary frequencies) could not be
+    trained through later.
     """
     was_training = model.training
     model.eval()
@@ -93,8 +93,8 @@ class Head:
     off: they get no mass on either side. With `vocab_ids` only those columns are computed.
 
     Raises:
-        ValueError: ids outside the head, or a model whose logits are not this head's (unknown
-        post-processing).
+        ValueError: ids outside the head, or a model whose logits are not this head's
+            (unknown post-processing).
     """
 
     def __init__(self, model: PreTrainedModel, num_token_ids: int, vocab_ids: Tensor | None = None) -> None:
@@ -134,8 +134,8 @@ class Head:
     def top_logits(self, hidden_ND: Tensor, k: int) -> Tensor:
         """The k largest logits [N, k], descending, of which the products are done in fp32 too.
 
-        In bf16 neighbouring logits near 16 lie 0.125 apart; 16 more candidates than asked for are looked at
-        anew.
+        In bf16 neighbouring logits near 16 lie 0.125 apart, so 16 more candidates than asked for
+        are looked at anew.
         """
         ids_NC = self(hidden_ND).topk(min(k + 16, self.weight.shape[0]), dim=-1).indices
         logits_NC = torch.einsum("nd,ncd->nc", hidden_ND.float(), self.weight[ids_NC].float())

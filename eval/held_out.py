@@ -1,9 +1,9 @@
 """Held-out acceptance that is cheap enough to call many times while a draft trains.
 
-The target runs once, when the object is made. What is kept of it per position is its last hidden state and,
-per temperature, the normaliser of p; p itself is recomputed chunk by chunk through the target's head, so the
-figure is exact and memory stays at N * D values. With a shortlist only the shortlist's columns of p are ever
-computed.
+The target runs once, when the object is made. What is kept of it per position is its last hidden state
+and, per temperature, the normaliser of p; p itself is recomputed chunk by chunk through the target's
+head, so the figure is exact and memory stays at N * D values. With a shortlist only the shortlist's
+columns of p are ever computed.
 
 Shapes: N positions of a batch, D hidden, V token ids, K ids that the draft scores.
 """

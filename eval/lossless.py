@@ -1,10 +1,8 @@
 """Is the output really unchanged? Greedy outputs against plain decoding's, and what a difference is made of.
 
 In fp32 the tokens are the same. In bf16 kernels round differently by width, and a model is often near a tie:
-then plain
-decoding at the verification's width gives the same tokens, which shows that speculation changed nothing, and
-a difference
-against width 1 is shown with the gap between the two best logits at that position.
+then plain decoding at the verification's width gives the same tokens, which shows that speculation changed
+nothing, and a difference against width 1 is shown with the gap between the two best logits at that position.
 """
 
 from collections.abc import Sequence
@@ -38,9 +36,7 @@ class Mismatch:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first index at which the sequences differ, their length where one is a prefix of the other, else
-    None.
-    """
+    """The first index at which they differ (for a prefix, its length), None when they do not."""
     if list(a) == list(b):
         return None
     pairs = zip(a, b, strict=False)
@@ -53,9 +49,7 @@ def find_mismatches(
     plain: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
 ) -> list[Mismatch]:
-    """First mismatch of each output against plain decoding's, for those that differ; the shorter list sets
-    how many.
-    """
+    """First mismatch of each output that differs from plain decoding's, over the shorter list."""
     head: Head | None = None
     found = []
     for index, (prompt, expected, got) in enumerate(zip(prompts, plain, outputs, strict=False)):
@@ -78,7 +72,7 @@ def find_mismatches(
 
 
 def top2_gap(target: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> tuple[float, float]:
-    """(best logit minus second best, magnitude of the best) after these tokens, the head's products in fp32."""
+    """(best logit minus second best, magnitude of the best) after these tokens; the head in fp32."""
     row = ResponseRow("", "", list(token_ids), [0], 0.0)
     with evaluating(target):
         best, second = head.top_logits(response_hidden_states(target, [row]), 2)[0].tolist()
@@ -86,7 +80,5 @@ def top2_gap(target: PreTrainedModel, head: Head, token_ids: Sequence[int]) -> t
 
 
 def near_tie_gap(largest_logit: float, dtype: torch.dtype) -> float:
-    """Gaps up to this can be turned over by rounding: twice the spacing of the dtype's numbers around the
-    best logit.
-    """
+    """Gaps that rounding can turn over: up to twice the dtype's spacing around the best logit."""
     return 2 * torch.finfo(dtype).eps * max(largest_logit, 1.0)

@@ -1,4 +1,4 @@
-"""Figures of acceptance and speed. They are returned and not saved: where they go is the caller's business."""
+"""Figures of acceptance and speed. They are returned, not saved: where they go is the caller's affair."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,11 @@ OTHER_COLORS = ("#5a9e6f", "#a05195", "#8c564b", "#17becf")
 
 
 def acceptance_figure(rows: Rows) -> Figure:
-    """Bars of `acceptance_rate` with intervals, the drafts side by side, one group per temperature and sampler.
+    """Bars of `acceptance_rate` with intervals, drafts side by side, by temperature and sampler.
 
     Args:
-        rows: {draft, temperature, sampler, value, low, high}. At temperature 0 samplers agree and are shown once.
+        rows: {draft, temperature, sampler, value, low, high}. At temperature 0 samplers agree
+            and are shown once.
 
     Raises:
         ValueError: no rows.
@@ -84,7 +85,7 @@ def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) 
 
 
 def position_figure(tables: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """Acceptance over the course of the response, one line per name; ranges as from `AcceptanceTable.by_position`."""
+    """Acceptance along the response, one line per name; ranges as from `AcceptanceTable.by_position`."""
     figure, axes = _figure(width=6.4)
     for index, (name, ranges) in enumerate(tables.items()):
         labels = [f"{int(r['start'])}-{int(r['end']) - 1}" for r in ranges]
@@ -113,7 +114,11 @@ def _draw_speedups(axes: Axes, rows: Rows, *, label: str, color: str) -> None:
     speedups = [float(row["walltime_speedup"]) for row in line]
     errors = _errors(line, "walltime_speedup")
     axes.errorbar(gammas, speedups, yerr=errors, marker="o", capsize=3, color=color, label=label)
-    predicted = [(g, float(r["predicted_speedup"])) for g, r in zip(gammas, line, strict=True) if r["predicted_speedup"]]
+    predicted = [
+        (g, float(r["predicted_speedup"]))
+        for g, r in zip(gammas, line, strict=True)
+        if r["predicted_speedup"]
+    ]
     if predicted:
         xs, ys = zip(*predicted, strict=True)
         axes.plot(xs, ys, "--", color=color, alpha=0.6, label=f"{label}, predicted")

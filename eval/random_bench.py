@@ -1,8 +1,8 @@
-"""The clock on random weights of real shapes: what a machine gains at a given acceptance, without any model's files.
+"""The clock on random weights of real shapes: what a machine gains at a given acceptance.
 
-A forward's time hangs on shapes and not on values. So the models' step times are real here, and the acceptance is
-chosen: each judged proposal is accepted by chance at `BenchConfig.acceptance`. The tokens mean nothing, and every row
-says so (`synthetic_acceptance`, lossless false).
+A forward's time hangs on shapes and not on values. So the models' step times are real here, and the
+acceptance is chosen: each judged proposal is accepted by chance at `BenchConfig.acceptance`. The tokens mean
+nothing, and every row says so (`synthetic_acceptance`, lossless false).
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from eval.config import BenchConfig
 from eval.shapes import PREFIX, Shape, shape_of
 from eval.teacher_forcing import Draft
 from specdec_runtime.config import DecoderConfig
+from specdec_runtime.forward import free_memory_bytes
 
 GIB = 2**30
 
@@ -115,13 +116,11 @@ def random_prompts(config: BenchConfig, vocab_size: int) -> list[list[int]]:
 def _check_memory(
     config: BenchConfig, target: Shape, draft: Shape, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if device.type != "cuda":
-        return
     num_weights = num_parameters(target) + num_parameters(draft, vocab_size=target.vocab_size)
     needed_gib = num_weights * dtype.itemsize / GIB
-    free_gib = torch.cuda.mem_get_info(device)[0] / GIB
+    free_gib = free_memory_bytes(device) / GIB
     if needed_gib > free_gib:
         raise ValueError(
-            f"bench.target={config.target!r} with bench.draft={config.draft!r}: the weights need {needed_gib:.1f} GiB, "
-            f"{free_gib:.1f} GiB are free on the GPU: choose a smaller shape"
+            f"bench.target={config.target!r} with bench.draft={config.draft!r}: the weights need "
+            f"{needed_gib:.1f} GiB, {free_gib:.1f} GiB are free on {device.type}: choose a smaller shape"
         )

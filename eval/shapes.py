@@ -22,8 +22,8 @@ class Shape:
     is_tied: bool
 
 
-#: From the models' published config.json; `draft_*` and `tiny*` are this project's own. A draft is built with its
-#: target's vocabulary, whatever its own is.
+#: From the models' published config.json; `draft_*` and `tiny*` are this project's own. A draft is built with
+#: its target's vocabulary, whatever its own is.
 SHAPES = {
     "llama3_70b": Shape("llama", 128256, 8192, 28672, 80, 64, 8, False),
     "llama3_8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, False),

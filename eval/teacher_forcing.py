@@ -3,8 +3,8 @@
 Sequences are right-padded and no attention mask is given: in a causal model a padding token comes after every
 real one and cannot change it, and masks by token id would go wrong where pad and EOS are the same token.
 
-Shapes: B rows of a batch, T padded length, N response positions of a batch, D hidden, V token ids, K
-shortlisted ids.
+Shapes: B rows of a batch, T padded length, N response positions of a batch, D hidden, V token
+ids, K shortlisted ids.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model and, when its head is trimmed, the sorted ids [K] that it can propose (FR-Spec,
-    2502.14856).
-    """
+    """A draft and, with a trimmed head, the sorted ids [K] that it can propose (FR-Spec, 2502.14856)."""
 
     model: PreTrainedModel
     vocab_ids: Tensor | None = None
@@ -47,7 +45,7 @@ class ResponseRow:
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]], *, eos_token_ids: Sequence[int] = ()) -> list[ResponseRow]:
-    """Corpus rows as `ResponseRow`s; anything after a response's first EOS is dropped, empty responses too."""
+    """Corpus rows as `ResponseRow`s, without what follows a response's first EOS and empty responses."""
     stop_ids = set(eos_token_ids)
     result: list[ResponseRow] = []
     for row in rows:
@@ -112,7 +110,7 @@ def rows_at_temperature(
 
 
 def length_batches(rows: Sequence[ResponseRow], batch_tokens: int) -> list[list[int]]:
-    """Indices of rows in batches of similar length, each at most `batch_tokens` padded tokens (or one row)."""
+    """Indices of rows in batches of similar length, of at most `batch_tokens` padded tokens (or one row)."""
     batches: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda i: rows[i].num_tokens):
         # Ascending order: the newcomer is the longest, so it sets the padded length.

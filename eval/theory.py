@@ -3,8 +3,7 @@
 Symbols: gamma = num_speculative_tokens; alpha = acceptance rate; tau = expected tokens committed per target
 forward, bonus token included; T(k) = one target forward over k new tokens per row; T_draft = one draft step.
 
-    tau(iid)       = (1 - alpha^(gamma+1)) / (1 - alpha)                       Leviathan et al. 2023, equation
-    1
+    tau(iid)       = (1 - alpha^(gamma+1)) / (1 - alpha)               (Leviathan et al. 2023, equation 1)
     tau(measured)  = 1 + sum_{i=1..gamma} P(tokens 1..i all accepted)
     speedup        = tau * T(1) / (gamma * T_draft + T(gamma+1) + overhead)
 
@@ -111,9 +110,9 @@ def predicted_speedup(
 ) -> float:
     """Speed over plain decoding: tau * T(1) / round, where round = gamma * T_draft + T(gamma+1) + overhead.
 
-    With `num_tokens` (tokens per response, the first of which comes from the prefill) the whole request is
-    counted, (prefill + (n-1) * T(1)) / (prefill + draft prefill + (n-1) / tau * round); without it decoding
-    alone.
+    With `num_tokens` (tokens per response, the first of which comes from the prefill) the whole
+    request is counted, (prefill + (n-1) * T(1)) / (prefill + draft prefill + (n-1) / tau * round);
+    without it decoding alone.
     """
     _check_gamma(gamma)
     if (
@@ -135,9 +134,7 @@ def predicted_speedup(
 
 
 def speedup_iid(alpha: float, gamma: int, times: StepTimes) -> float:
-    """`predicted_speedup` of i.i.d. acceptance alpha with measured step times; gamma 0 is plain decoding,
-    1.0.
-    """
+    """`predicted_speedup` of i.i.d. acceptance alpha with measured step times; 1.0 for gamma 0."""
     if gamma == 0:
         return 1.0
     return predicted_speedup(
@@ -151,9 +148,7 @@ def speedup_iid(alpha: float, gamma: int, times: StepTimes) -> float:
 
 
 def break_even_acceptance(gamma: int, times: StepTimes) -> float | None:
-    """Smallest alpha at which gamma proposals are as fast as plain decoding; None where even alpha = 1 is
-    slower.
-    """
+    """Smallest alpha at which gamma proposals are as fast as plain decoding; None where none is."""
     if gamma < 1:
         raise ValueError(f"gamma={gamma}: break-even needs at least one proposal")
     if speedup_iid(1.0, gamma, times) < 1.0:
@@ -169,16 +164,14 @@ def break_even_acceptance(gamma: int, times: StepTimes) -> float | None:
 
 
 def best_gamma(alpha: float, times: StepTimes, max_gamma: int | None = None) -> tuple[int, float]:
-    """(gamma, speedup) that maximises the i.i.d. speedup over 0..max_gamma; (0, 1.0) where speculation never
-    pays.
-    """
+    """(gamma, speedup) with the best i.i.d. speedup up to max_gamma; (0, 1.0) where none pays."""
     limit = times.max_gamma if max_gamma is None else max_gamma
     candidates = [(gamma, speedup_iid(alpha, gamma, times)) for gamma in range(limit + 1)]
     return max(candidates, key=lambda candidate: (candidate[1], -candidate[0]))
 
 
 def best_gamma_from_positions(cumulative_acceptance: Sequence[float], times: StepTimes) -> tuple[int, float]:
-    """As `best_gamma`, from measured cumulative acceptance; only measured positions and times are considered."""
+    """As `best_gamma`, from measured cumulative acceptance; only what was measured is considered."""
     best = (0, 1.0)
     for gamma in range(1, min(len(cumulative_acceptance), times.max_gamma) + 1):
         speedup = predicted_speedup(
@@ -194,8 +187,7 @@ def best_gamma_from_positions(cumulative_acceptance: Sequence[float], times: Ste
 
 
 def max_paying_draft_ms(alpha: float, gamma: int, times: StepTimes) -> float:
-    """The slowest draft step that still breaks even: (tau * T(1) - T(gamma+1) - overhead) / gamma, at least
-    0.
+    """The slowest draft step that breaks even: (tau * T(1) - T(gamma+1) - overhead) / gamma, at least 0.
 
     0 means that no draft of this acceptance pays at this gamma, however cheap it is.
     """

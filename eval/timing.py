@@ -1,5 +1,4 @@
-"""Step times on this device: what a target forward of each width and a draft step cost, before anything is
-trained.
+"""Step times on this device: what a target forward of each width and a draft step cost, before any training.
 
 Shapes suffice, so random weights will do: times do not depend on the values. The forwards are the runtime's
 own (static slots, its attention, its head), so that the figures are those of serving.

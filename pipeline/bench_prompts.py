@@ -1,7 +1,8 @@
 """What the benchmark asks: held-out prompts of the corpus, or a file of the user's, as token ids.
 
-A file has one row per prompt: `turns` as in MT-bench (arXiv 2306.05685) and Spec-Bench (arXiv 2401.07851), of which the
-first is asked, or one of the columns that `corpus.prompts` reads. `category` and `question_id` are used where they are.
+A file has one row per prompt: `turns` as in MT-bench (arXiv 2306.05685) and Spec-Bench (arXiv 2401.07851), of
+which the first is asked, or one of the columns that `corpus.prompts` reads. `category` and `question_id` are
+used where they are.
 """
 
 from collections import Counter
@@ -82,7 +83,7 @@ def check_prompt_file(path: str) -> None:
 def file_prompts(
     path: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool, num_prompts: int, max_tokens: int
 ) -> PromptSet:
-    """`num_prompts` prompts of a file that have at most `max_tokens`; with categories, the same number of each, in turn.
+    """`num_prompts` prompts of a file, of at most `max_tokens` each; categories take turns.
 
     Args:
         chat: put each prompt into the target's chat template, as the user's turn.
@@ -104,7 +105,9 @@ def file_prompts(
             chosen.skip("prompt_too_long", name)
         else:
             by_category.setdefault(str(row.get("category", "")), []).append(ids)
-    in_turn = chain.from_iterable(zip_longest(*([(c, ids) for ids in rows] for c, rows in by_category.items())))
+    in_turn = chain.from_iterable(
+        zip_longest(*([(c, ids) for ids in rows] for c, rows in by_category.items()))
+    )
     taken = [pair for pair in in_turn if pair is not None][:num_prompts]
     chosen.prompts = [ids for _, ids in taken]
     chosen.categories = dict(Counter(category for category, _ in taken if category))

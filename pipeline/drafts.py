@@ -11,7 +11,7 @@ from pipeline.models import load_causal_lm
 
 
 def load_drafts(context: StageContext, *, dtype: Optional[str] = None) -> dict[str, Draft]:
-    """`undistilled` and `distilled`, in `dtype` (default: the target's), with the shortlist that both heads are trimmed to."""
+    """`undistilled` and `distilled` in `dtype` (default: the target's), with their heads' shortlist."""
     config, folder = context.config, context.inputs["distill"]
     ids = json.loads((folder / "train.json").read_text(encoding="utf-8"))["vocab_shortlist"]
     vocab_ids = None if ids is None else torch.tensor(ids, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""`bench.target=random:<shape>`: the benchmark on random weights, which needs no corpus, no draft and no network."""
+"""`bench.target=random:<shape>`: the benchmark on random weights; needs no corpus and no draft."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,5 +55,7 @@ def run_shapes(config: Config) -> Path:
         figures = bench_figures(result.rows).items()
         tracker.log_metrics({name: value for name, value in figures if isinstance(value, float)})
     print_bench(result.rows)
-    Console(highlight=False).print(f"random weights of {bench.target} and {bench.draft}: {folder / 'bench.json'}")
+    Console(highlight=False).print(
+        f"random weights of {bench.target} and {bench.draft}: {folder / 'bench.json'}"
+    )
     return folder

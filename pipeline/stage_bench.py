@@ -54,7 +54,7 @@ def run_bench(context: StageContext) -> dict[str, object]:
 
 
 def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
-    """The prompts of `bench.prompts`, or held-out ones, that leave room for the answer in the target's context.
+    """The prompts of `bench.prompts`, or held-out ones, that leave room for the answer.
 
     Raises:
         ValueError: no prompt can be used.
@@ -90,7 +90,13 @@ def print_bench(rows: list[Any]) -> None:
 @contextmanager
 def bench_progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere: the runner says when a stage starts and ends."""
-    columns = (TextColumn("bench"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("bench"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("bench", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,13 +1,16 @@
 """The distill stage: a draft with the target's tokenizer, trained on the target's text."""
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from distill.draft_init import draft_from_layers, frequent_token_ids, select_layers
-from distill.train import TrainResult, train_draft
+from distill.train import train_draft
 from eval.held_out import HeldOutAcceptance
 from pipeline.context import StageContext
 from pipeline.held_out import CorpusParts, corpus_parts
@@ -18,6 +21,9 @@ from pipeline.training_figures import log_training_curve
 
 def run_distill(context: StageContext) -> dict[str, object]:
     """Write `undistilled/` and `draft/` (Hugging Face folders) and `train.json` (what export and eval read)."""
+    finished = context.work_dir / "train.json"
+    if finished.is_file():  # killed while it cleaned up
+        return _figures_of(json.loads(finished.read_text(encoding="utf-8")))
     config, parts = context.config, corpus_parts(context)
     target = load_causal_lm(context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code)
     vocab_ids = shortlist(context, parts)
@@ -30,17 +36,23 @@ def run_distill(context: StageContext) -> dict[str, object]:
         acceptance_of=acceptance_of, on_metrics=context.tracker.log_metrics)
     _replace_folder(result.best_dir, context.work_dir / "draft")
     log_training_curve(context.tracker, result.curve)
-    figures = train_figures(result)
-    write_json(context.work_dir / "train.json", {**figures, "vocab_shortlist": vocab_ids, "curve": result.curve,
-                                                 "num_train_rows": len(parts.train), "num_validation_rows": len(parts.validation)})
-    shutil.rmtree(context.work_dir / "checkpoints", ignore_errors=True)
-    return figures
+    record = {
+        **asdict(result),
+        "best_dir": "draft",
+        "tokens_per_second": result.num_supervised_tokens / max(result.seconds, 1e-9),
+        "num_train_rows": len(parts.train),
+        "num_validation_rows": len(parts.validation),
+        "vocab_shortlist": vocab_ids,
+    }
+    write_json(finished, record)
+    for leftover in (context.work_dir / "checkpoints", *context.work_dir.glob("best-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return _figures_of(record)
 
 
-def train_figures(result: TrainResult) -> dict[str, object]:
+def _figures_of(record: dict[str, Any]) -> dict[str, object]:
     """The numbers of a training that are worth a line in every report."""
-    return {"num_steps": result.num_steps, "num_supervised_tokens": result.num_supervised_tokens, "seconds": result.seconds,
-            "tokens_per_second": result.num_supervised_tokens / max(result.seconds, 1e-9), "best_acceptance": result.best_acceptance}
+    return {name: record[name] for name in ("num_steps", "num_supervised_tokens", "seconds", "tokens_per_second", "best_acceptance")}
 
 
 def initial_draft(context: StageContext, target: PreTrainedModel) -> PreTrainedModel:

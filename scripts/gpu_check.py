@@ -1,9 +1,9 @@
 """The GPU check: tests marked gpu, the tiny pipeline, CUDA graphs against eager, and speedups at real shapes.
 
-It needs torch and transformers; parts that need more are skipped and say what is missing. Each part is a process with a
-time limit, all limits together stay under 8 minutes. Results: a table, and `gpu_check.json` in the output folder.
-Exit codes: 0 when no part failed, 1 when one did, 2 without a CUDA device. `--device cpu` tries the check itself, on
-tiny shapes.
+It needs torch and transformers; parts that need more are skipped and say what is missing. Each part is a
+process with a time limit, all limits together stay under 8 minutes. Results: a table, and `gpu_check.json` in
+the output folder. Exit codes: 0 when no part failed, 1 when one did, 2 without a CUDA device. `--device cpu`
+tries the check itself, on tiny shapes.
 """
 
 import argparse
@@ -53,7 +53,14 @@ def parts_of(device: str, output: Path) -> list[Part]:
     pytest += ["-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider", "--import-mode=importlib"]
     tests = ROOT / "tests" / "unit" / "runtime"
     pytest += ["--confcutdir", str(tests), str(tests)]
-    pipeline = [python, "-m", "pipeline", "+experiment=tiny", "tracking=off", f"artifacts_dir={output / 'artifacts'}"]
+    pipeline = [
+        python,
+        "-m",
+        "pipeline",
+        "+experiment=tiny",
+        "tracking=off",
+        f"artifacts_dir={output / 'artifacts'}",
+    ]
     return [
         Part("tests", pytest, 90, needs=("pytest",), is_for_cuda=True),
         Part("pipeline", pipeline, 120, needs=PIPELINE_PACKAGES),
@@ -63,7 +70,7 @@ def parts_of(device: str, output: Path) -> list[Part]:
 
 
 def run_part(part: Part, device: str, output: Path) -> dict[str, Any]:
-    """`status` passed, failed or skipped, `reason` where it is not passed, `seconds`, and the part's own `rows`."""
+    """`status` (passed, failed, skipped), `reason` if not passed, `seconds`, and the part's own `rows`."""
     missing = [package for package in part.needs if find_spec(package) is None]
     if missing:
         return {"status": "skipped", "reason": f"not installed: {', '.join(missing)}"}
@@ -93,7 +100,7 @@ def run_part(part: Part, device: str, output: Path) -> dict[str, Any]:
 
 
 def check_graphs(device: str) -> list[dict[str, Any]]:
-    """Plain and speculative decoding with and without CUDA graphs: equal tokens in fp32, and tokens per second in bf16.
+    """Decoding with and without CUDA graphs: equal tokens in fp32, tokens per second in bf16.
 
     Raises:
         ValueError: the tokens differ.
@@ -169,15 +176,21 @@ def time_shapes(device: str) -> list[dict[str, Any]]:
 
 def table_of(results: dict[str, dict[str, Any]]) -> str:
     """The results as text: one line per part, then the figures."""
-    lines = [f"{name:<10}{r['status']:<9}{r.get('seconds', 0):>6} s  {r['reason']}" for name, r in results.items()]
+    lines = [
+        f"{name:<10}{r['status']:<9}{r.get('seconds', 0):>6} s  {r['reason']}" for name, r in results.items()
+    ]
     for row in results.get("graphs", {}).get("rows", []):
         speeds = f"{row['tokens_per_second_eager']:.0f} tokens/s eager, {row['tokens_per_second_graphs']:.0f} with graphs"
         lines.append(f"graphs    {row['what']:<24}{speeds}: {row['speedup']:.2f}x, same tokens in fp32")
     for row in results.get("shapes", {}).get("rows", []):
         gamma = "auto" if row["gamma_policy"] == "auto" else row["gamma"]
         speed = f"{row['tokens_per_second']:.0f} tokens/s, {row['walltime_speedup']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
-        mark = f"  synthetic acceptance {row['synthetic_acceptance']:g}" if "synthetic_acceptance" in row else ""
-        lines.append(f"shapes    {row['what']:<14}{row['backend']:<13}gamma {gamma!s:<6}batch {row['batch']:<4}{speed}{mark}")
+        mark = (
+            f"  synthetic acceptance {row['synthetic_acceptance']:g}" if "synthetic_acceptance" in row else ""
+        )
+        lines.append(
+            f"shapes    {row['what']:<14}{row['backend']:<13}gamma {gamma!s:<6}batch {row['batch']:<4}{speed}{mark}"
+        )
     return "\n".join(lines)
 
 

@@ -15,9 +15,7 @@ VOCAB_SIZE = 40
 
 @pytest.fixture(scope="session")
 def make_model() -> MakeModel:
-    """`make_model(seed, num_layers=2, vocab_size=40, **config)`: an fp32 Llama with peaked random
-    predictions.
-    """
+    """`make_model(seed, num_layers=2, vocab_size=40, **config)`: an fp32 Llama of peaked predictions."""
 
     def make(seed: int, num_layers: int = 2, vocab_size: int = VOCAB_SIZE, **config: Any) -> LlamaForCausalLM:
         torch.manual_seed(seed)
@@ -42,9 +40,7 @@ def make_model() -> MakeModel:
 
 @pytest.fixture(scope="session")
 def make_rows() -> Callable[..., list[dict[str, Any]]]:
-    """`make_rows(num_rows, seed=0, temperatures=(0.0, 1.0))`: corpus rows of random ids and lengths, without
-    EOS.
-    """
+    """`make_rows(num_rows, seed=0, temperatures=(0.0, 1.0))`: corpus rows of random ids, without EOS."""
 
     def make(
         num_rows: int, seed: int = 0, temperatures: tuple[float, ...] = (0.0, 1.0)

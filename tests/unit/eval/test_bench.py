@@ -45,8 +45,7 @@ def test_every_condition_has_one_row_with_the_reports_keys(result: BenchResult) 
         tuple(row[k] for k in ("backend", "draft", "gamma", "temperature", "batch")) for row in result.rows
     ]
     assert len(keys) == len(set(keys))
-    # Per temperature: at batch 1 two baselines, native 1 + 2, assisted 1 + 2; at batch 2 no assisted
-    # generation.
+    # Per temperature: at batch 1 two baselines, native 1 + 2, assisted 1 + 2; at batch 2 nothing assisted.
     assert len(rows_where(result, batch=1)) == 2 * 8
     assert len(rows_where(result, batch=2)) == 2 * 5
     for row in result.rows:
@@ -169,7 +168,7 @@ def measurement_of(
 
 
 def test_prediction_equals_the_clock_of_a_simulated_run() -> None:
-    """Rounds of gamma 2 with known acceptance; the wall clock is made of exactly the step times in the stats."""
+    """Rounds of gamma 2 with known acceptance; the clock is made of the step times in the stats."""
     rng = np.random.default_rng(0)
     plain_stats, plain_s, spec_stats, spec_s = [], [], [], []
     num_tokens = 61

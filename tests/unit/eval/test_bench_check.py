@@ -1,4 +1,4 @@
-"""What `lossless` says: exact equality in fp32, near ties explained in 16 bits, nothing at all with a synthetic rule."""
+"""What `lossless` says: equality in fp32, explained near ties in 16 bits, no with a synthetic rule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,9 @@ def tied_target(make_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
 def first_tie(target: PreTrainedModel) -> int:
     """A one-id prompt after which 7 and 20 are best."""
     with torch.no_grad():
-        return next(i for i in range(3, 40) if int(target(torch.tensor([[i]])).logits[0, -1].argmax()) in (7, 20))
+        return next(
+            i for i in range(3, 40) if int(target(torch.tensor([[i]])).logits[0, -1].argmax()) in (7, 20)
+        )
 
 
 @pytest.mark.parametrize(("dtype", "is_lossless"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -57,7 +59,9 @@ def test_a_difference_at_a_near_tie_is_allowed_in_16_bits_only(
     assert checker.check(plain)["lossless"] is True
 
 
-def test_in_fp32_the_tokens_must_be_those_of_hf_generate_too(make_model: Callable[..., PreTrainedModel]) -> None:
+def test_in_fp32_the_tokens_must_be_those_of_hf_generate_too(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
     plain = measured("native", [[8, 9], [5, 6]])
     hf = measured("hf_generate", [[8, 9], [5, 4]])
     same = measured("native", [[8, 9], [5, 6]], draft="distilled")
@@ -85,7 +89,12 @@ def test_all_conditions_are_exact_in_fp32_in_batches(make_model: Callable[..., P
 def test_gamma_auto_is_a_condition_of_its_own(make_model: Callable[..., PreTrainedModel]) -> None:
     config = BenchConfig(gammas=[1, 3], auto_gamma=True, backends=["native", "hf_assisted"])
     found = conditions_at(config, ["distilled"], temperature=0.0, batch=4)
-    assert [(c.gamma, c.gamma_policy) for c in found] == [(0, "fixed"), (1, "fixed"), (3, "fixed"), (3, "auto")]
+    assert [(c.gamma, c.gamma_policy) for c in found] == [
+        (0, "fixed"),
+        (1, "fixed"),
+        (3, "fixed"),
+        (3, "auto"),
+    ]
     target = make_model(0)
     factory = BackendFactory(target, {"distilled": Draft(target)}, DecoderConfig())
     automatic: Any = factory.backend_of(found[-1])
@@ -93,7 +102,9 @@ def test_gamma_auto_is_a_condition_of_its_own(make_model: Callable[..., PreTrain
     assert factory.backend_of(found[-2]) is not automatic
 
 
-def test_a_synthetic_acceptance_marks_the_native_drafted_rows(make_model: Callable[..., PreTrainedModel]) -> None:
+def test_a_synthetic_acceptance_marks_the_native_drafted_rows(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
     config = BenchConfig(
         num_prompts=2, max_new_tokens=20, gammas=[2], temperatures=[0.0], num_bootstrap=10, ignore_eos=True,
         backends=["native", "hf_assisted"],
@@ -101,7 +112,11 @@ def test_a_synthetic_acceptance_marks_the_native_drafted_rows(make_model: Callab
     runtime = DecoderConfig(acceptance="synthetic", synthetic_acceptance=1.0)
     rows = run_bench(make_model(0), {"d": Draft(make_model(1))}, PROMPTS, config, runtime=runtime).rows
     plain, native, assisted = rows
-    assert (native["synthetic_acceptance"], native["lossless"], native["draft_acceptance_rate"]) == (1.0, False, 1.0)
+    assert (native["synthetic_acceptance"], native["lossless"], native["draft_acceptance_rate"]) == (
+        1.0,
+        False,
+        1.0,
+    )
     for row in (plain, assisted):
         assert "synthetic_acceptance" not in row
         assert row["lossless"] is True

@@ -69,6 +69,22 @@ def test_missing_predictions_are_left_out() -> None:
     assert not [line for line in axes.lines if "predicted" in str(line.get_label())]
 
 
+def test_gamma_auto_is_a_level_and_a_synthetic_acceptance_is_in_the_title() -> None:
+    automatic = {
+        **bench_rows()[3],
+        "gamma_policy": "auto",
+        "walltime_speedup": 1.55,
+        "synthetic_acceptance": 0.7,
+    }
+    (axes,) = speedup_figure([*bench_rows(), automatic], temperature=0.0).axes
+    levels = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert levels["distilled (native), gamma=auto"] == [1.55, 1.55]
+    lines = {container.get_label(): container.lines[0].get_xydata() for container in axes.containers}
+    assert len(lines["distilled (native)"]) == 3
+    assert "synthetic acceptance 0.7" in axes.get_title()
+    assert "synthetic" not in speedup_figure(bench_rows(), temperature=0.0).axes[0].get_title()
+
+
 def test_positions_are_drawn_in_order() -> None:
     figure = position_figure(
         {"distilled": [{"start": 0, "end": 1, "value": 0.4}, {"start": 1, "end": 8, "value": 0.6}]}

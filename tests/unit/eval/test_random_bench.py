@@ -1,4 +1,4 @@
-"""Timing with random weights: shapes are those of the published models, and the acceptance is the one asked for."""
+"""Timing with random weights: published shapes, and the acceptance that was asked for."""
 
 import pytest
 import torch
@@ -77,3 +77,11 @@ def test_a_bench_without_a_target_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bench\.target=null"):
         run_random_bench(BenchConfig(), device="cpu")
     assert shape_of("random:tiny", field="bench.target") is SHAPES["tiny"]
+
+
+def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.random_bench.free_memory_bytes", lambda device: 2**34)
+    with pytest.raises(
+        ValueError, match=r"bench\.target='random:llama3_70b'.*13[0-9]\.\d GiB, 16\.0 GiB are free"
+    ):
+        run_random_bench(BenchConfig(target="random:llama3_70b"), device="cpu")

@@ -53,9 +53,7 @@ def test_measured_positions_match_a_simulation() -> None:
 
 
 def test_iid_over_predicts_when_acceptance_is_autocorrelated() -> None:
-    """Rounds that are all good or all bad have the same mean acceptance, marginally, but the formula reads it
-    as .5.
-    """
+    """Rounds that are all good or all bad have a mean acceptance of .5, which misleads the formula."""
     assert expected_tokens_from_positions([0.5, 0.5, 0.5]) > expected_tokens_iid(0.5, 3)
     assert expected_tokens_from_positions([0.5, 0.1, 0.05]) < expected_tokens_iid(0.5, 3)
 

@@ -1,4 +1,4 @@
-"""Acceptance by chance, for timing random weights: the rate is the one asked for, and outputs say that they are lossy."""
+"""Acceptance by chance, for timing random weights: the rate is right and outputs are marked lossy."""
 
 import pytest
 
