@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from eval.bench import BenchResult, run_bench
 from eval.config import BenchConfig
 from eval.shapes import PREFIX, Shape, shape_of
 from eval.teacher_forcing import Draft
+from eval.timing import model_of_shape
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.forward import free_memory_bytes
 
@@ -50,12 +51,7 @@ def build_model(
         eos_token_id=None,
         pad_token_id=None,
     )
-    device = torch.device(device)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
+    return model_of_shape(config, dtype=dtype, device=device, seed=seed)
 
 
 def num_parameters(shape: Shape, *, vocab_size: int | None = None) -> int:
