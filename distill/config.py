@@ -1,27 +1,73 @@
 """Settings of the draft and of its training; they are also the Hydra groups `draft`, `loss` and `train`."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 LOSS_NAMES = ("forward_kl", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid", "cross_entropy")
+INITS = ("layers", "chosen", "width", "pretrained", "random")
+LAYER_PATTERNS = ("even", "first", "ends")
 
 
 @dataclass
 class DraftConfig:
-    """Where the draft comes from. `path` wins over the layer-copy settings."""
+    """Where the draft comes from (`init`, of `INITS`); `path` always means a pretrained one.
 
+    `keep_layers` wins over `num_layers` and `layer_pattern`. The sizes are for `width` and `random`, None being the target's.
+    """
+
+    init: str = "layers"
     path: Optional[str] = None
     num_layers: int = 4
     keep_layers: Optional[list[int]] = None
+    layer_pattern: str = "even"
+    candidates: Optional[list[list[int]]] = None
+    candidate_steps: int = 200
+    hidden_size: Optional[int] = None
+    intermediate_size: Optional[int] = None
+    num_key_value_heads: Optional[int] = None
     vocab_shortlist: Optional[int] = None
+    train_head: Optional[bool] = None
 
     def __post_init__(self) -> None:
+        self._check_init()
+        for name, value, choices in (("init", self.init, INITS), ("layer_pattern", self.layer_pattern, LAYER_PATTERNS)):
+            if value not in choices:
+                raise ValueError(f"draft.{name}={value!r}: choose from {list(choices)}")
+        if self.candidate_steps < 1:
+            raise ValueError(f"draft.candidate_steps={self.candidate_steps}: must be at least 1")
         if self.num_layers < 1:
             raise ValueError(f"draft.num_layers={self.num_layers}: a draft needs at least one layer")
         if self.keep_layers is not None and len(self.keep_layers) == 0:
             raise ValueError("draft.keep_layers=[]: name at least one layer, or leave it null for evenly spaced ones")
         if self.vocab_shortlist is not None and self.vocab_shortlist < 1:
             raise ValueError(f"draft.vocab_shortlist={self.vocab_shortlist}: must be positive, or null for the full head")
+
+    def _check_init(self) -> None:
+        """Settings of another kind of draft than the one that is asked for would silently do nothing."""
+        if self.path is not None and self.init not in ("layers", "pretrained"):
+            raise ValueError(f"draft.init={self.init} and draft.path={self.path!r} exclude each other: set one of them")
+        if self.path is None and self.init == "pretrained":
+            raise ValueError("draft.init=pretrained: set draft.path to a Hugging Face id or a folder")
+        given = [name for name, size in self.sizes.items() if size is not None]
+        if given and self.init not in ("width", "random"):
+            raise ValueError(f"draft.{given[0]}: only draft.init=width and draft.init=random have sizes of their own")
+        if self.init == "width" and not given:
+            raise ValueError("draft.init=width: set draft.hidden_size, draft.intermediate_size or draft.num_key_value_heads")
+        if self.candidates is not None and (self.init != "chosen" or not self.candidates):
+            raise ValueError("draft.candidates: lists of layers for draft.init=chosen, at least one; null makes some")
+        if self.keep_layers is not None and self.init in ("chosen", "random"):
+            raise ValueError(f"draft.keep_layers={list(self.keep_layers)}: draft.init={self.init} does not read it; set it to null")
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The widths, by their names in a model's config."""
+        names = ("hidden_size", "intermediate_size", "num_key_value_heads")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the draft's head is untied and trained: as `train_head` says, else where a shortlist makes it cheap."""
+        return self.vocab_shortlist is not None if self.train_head is None else self.train_head
 
 
 @dataclass
@@ -49,6 +95,73 @@ class LossConfig:
 
 
 @dataclass
+class TokenSelectionConfig:
+    """Train only where a reference copy of the draft shows that learning is possible; see `distill.token_selection`."""
+
+    keep_fraction: float = 1.0
+    reference_steps: Optional[int] = None
+    reference_minutes: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.keep_fraction <= 1.0:
+            raise ValueError(
+                f"train.token_selection.keep_fraction={self.keep_fraction}: must be above 0 and at most 1 (every position)"
+            )
+        for name in ("reference_steps", "reference_minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"train.token_selection.{name}={value}: must be > 0, or null for no such budget")
+        if self.enabled and self.reference_steps is None and self.reference_minutes is None:
+            raise ValueError(
+                f"train.token_selection.keep_fraction={self.keep_fraction} needs a reference: set reference_steps or "
+                "reference_minutes, the budget that it is trained for"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any position is left out."""
+        return self.keep_fraction < 1.0
+
+
+@dataclass
+class OnPolicyConfig:
+    """A phase after the offline one, on text that the draft continues itself; see `distill.on_policy`. Off without a budget."""
+
+    max_steps: Optional[int] = None
+    max_minutes: Optional[float] = None
+    lmbda_start: float = 0.5
+    lmbda_end: float = 1.0
+    rows_per_step: int = 8
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    continue_answers: bool = True
+    learning_rate: float = 5.0e-4
+    eval_every_steps: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "max_minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"train.on_policy.{name}={value}: must be > 0, or null for no such budget")
+        for name in ("lmbda_start", "lmbda_end"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(
+                    f"train.on_policy.{name}={getattr(self, name)}: must be within 0 (the target's text) and 1 (the draft's)"
+                )
+        for name in ("rows_per_step", "max_new_tokens", "eval_every_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.on_policy.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("temperature", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"train.on_policy.{name}={getattr(self, name)}: must be > 0")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is such a phase."""
+        return self.max_steps is not None or self.max_minutes is not None
+
+
+@dataclass
 class TrainConfig:
     """Budget and optimiser. Training ends at the first of `max_minutes`, `max_steps` and `num_epochs` that is reached."""
 
@@ -70,6 +183,9 @@ class TrainConfig:
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
     seed: int = 0
+    liger: bool = False
+    token_selection: TokenSelectionConfig = field(default_factory=TokenSelectionConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_step", "gradient_accumulation_steps", "max_sequence_tokens", "head_chunk_tokens",

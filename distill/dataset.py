@@ -97,6 +97,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.rows = rows.with_format("arrow")
         self.table = table
         self.with_topk = with_topk
+        # Per row, the reference's loss at its supervised positions, for token selection.
+        self.reference_losses: Sequence[np.ndarray] | None = None
         lengths = self.rows.select_columns(["prompt_token_ids", "response_token_ids"])[:]
         num_prompt = _lengths(lengths, "prompt_token_ids")
         num_response = _lengths(lengths, "response_token_ids")
@@ -145,6 +147,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         batch = {name: torch.from_numpy(joined[name])[None] for name in ("input_ids", "position_ids")}
         batch["supervised_S"] = torch.from_numpy(joined["supervised"])
         batch["token_rows_S"] = remap_ids(torch.from_numpy(joined["tokens"]), self.table)
+        if self.reference_losses is not None:
+            batch["reference_loss_S"] = torch.from_numpy(joined["reference_loss"])
         if self.with_topk:
             batch["topk_rows_SK"] = remap_ids(torch.from_numpy(joined["topk_ids"]), self.table)
             batch["topk_logp_SK"] = torch.from_numpy(joined["topk_logp"])
@@ -162,6 +166,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             "supervised": np.arange(len(prompt) - 1, len(inputs)),
             "tokens": tokens[:num_kept],
         }
+        if self.reference_losses is not None:
+            result["reference_loss"] = self.reference_losses[index]
         if self.with_topk:
             ids, logp = _flat(row, "topk_ids"), _flat(row, "topk_logprobs")
             num_cached = len(ids) // len(tokens)

@@ -89,7 +89,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         weight = weight_VH.to(compute_dtype)
         cast = LMHead(weight, bias_V, head.scale, head.softcap)
         grad_hidden = torch.empty_like(hidden_SH)
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and wants_bias else None
         total = hidden_SH.new_zeros((), dtype=torch.float32)
         with torch.autocast(hidden_SH.device.type, enabled=False):
@@ -103,15 +103,18 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 total += loss.detach()
                 low_CV = grad_CV.to(compute_dtype)
                 grad_hidden[start:end] = low_CV @ weight
-                if grad_weight is not None:
-                    grad_weight += (low_CV.T @ hidden_CH).float()
+                if wants_weight:
+                    part_VH = (low_CV.T @ hidden_CH).float()
+                    grad_weight = part_VH if grad_weight is None else grad_weight.add_(part_VH)
                 if grad_bias is not None:
                     grad_bias += grad_CV.sum(0)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.grads = [grad_hidden, grad_weight, grad_bias]
         return total
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):  # type: ignore[no-untyped-def]
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        grads = [None if grad is None else grad * grad_total for grad in (grad_hidden, grad_weight, grad_bias)]
+        # Scaled where they lie, for another V x H would be a visible share of the peak; so there is only one backward pass.
+        grads, ctx.grads = ctx.grads, None
+        assert grads is not None, "the gradient of a chunked head loss was taken twice"
+        grads = [None if grad is None else grad.mul_(grad_total) for grad in grads]
         return *grads, None, None, None, None

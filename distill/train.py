@@ -3,10 +3,12 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -14,6 +16,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from distill.checkpoints import CheckpointStore, Progress
 from distill.config import LossConfig, TrainConfig
 from distill.dataset import PackedDataset
+from distill.liger import require_liger
+from distill.own_head import OwnHead
 from distill.preconditions import require_matching_forward
 from distill.schedule import BudgetClock
 from distill.topk import remap_table
@@ -48,13 +52,17 @@ def train_draft(
     on_metrics: OnMetrics = lambda metrics, step: None,
     target: PreTrainedModel | None = None,
     vocab_ids: Sequence[int] | None = None,
+    train_head: bool = False,
+    reference_losses: Sequence[np.ndarray] | None = None,
 ) -> TrainResult:
     """Distil into `draft` (trained in place, in fp32) and return where its best version lies.
 
-    `train_rows` has the corpus columns; `vocab_ids` (ascending) trims the head that is trained; `target` is needed for
-    `loss.teacher=online`. `acceptance_of` gives the held-out acceptance rate by which the checkpoint is chosen, at the
-    start, every `eval_every_steps` and at the end. `on_metrics(metrics, step)` gets `loss`, `learning_rate`, `grad_norm`,
-    `tokens_per_second` (supervised tokens) and, when evaluated, `acceptance_rate`.
+    `train_rows` has the corpus columns; `vocab_ids` (ascending) trims the head that is trained over; `train_head` gives the
+    draft an untied head of its own and trains its rows; `target` is needed for `loss.teacher=online`. `acceptance_of` gives
+    the held-out acceptance rate by which the checkpoint is chosen, at the start, every `eval_every_steps` and at the end.
+    `on_metrics(metrics, step)` gets `loss`, `learning_rate`, `grad_norm`, `tokens_per_second` (supervised tokens) and, when
+    evaluated, `acceptance_rate`.
+    `reference_losses` (`distill.reference`), one array per row, are what `train.token_selection` selects by.
 
     A call that was killed goes on from its last checkpoint when repeated with the same arguments, and for budgets in
     steps or epochs gives the weights of an undisturbed one; a complete one returns its result at once. Raises ValueError
@@ -62,25 +70,30 @@ def train_draft(
     `output_dir`).
     """
     _check(loss, target, vocab_ids, draft)
-    store = CheckpointStore(Path(output_dir), _describe(draft, train_rows, loss, train, vocab_ids))
+    _check_reference(train, reference_losses, train_rows)
+    if train.liger:
+        require_liger()
+    store = CheckpointStore(Path(output_dir), _describe(draft, train_rows, loss, train, vocab_ids, train_head))
     if store.result() is not None:
         return _result(store)
     saved_dtype = draft.dtype
     draft.float()
     table = _head_rows(draft, vocab_ids)
     dataset = PackedDataset(train_rows, train, table, with_topk=loss.teacher == "cached")
+    dataset.reference_losses = reference_losses
     live_target = target if loss.teacher == "online" else None
     for model in (draft, *([] if live_target is None else [live_target])):
         require_matching_forward(model)
+    own_head = OwnHead(draft, vocab_ids) if train_head else None
     clock = BudgetClock(train.max_minutes)
     found = store.latest()
     run = _Run(
         progress=Progress() if found is None else found[1], store=store, clock=clock, dataset=dataset, train=train,
-        saved_dtype=saved_dtype, acceptance_of=acceptance_of, on_metrics=on_metrics,
+        saved_dtype=saved_dtype, acceptance_of=acceptance_of, on_metrics=on_metrics, own_head=own_head,
     )
     trainer = DistillTrainer(
         draft, dataset, loss=loss, train=train, checkpoint_dir=store.checkpoint_dir, clock=clock,
-        target=live_target, vocab_ids=vocab_ids, callbacks=[run], publish=run.publish,
+        target=live_target, vocab_ids=vocab_ids, own_head=own_head, callbacks=[run], publish=run.publish,
     )
     clock.resume_at(run.progress.seconds)
     try:
@@ -88,6 +101,8 @@ def train_draft(
         run.finish(draft)
     finally:
         trainer.loss_forward.uninstall()
+        if own_head is not None:
+            own_head.restore()
     return _result(store)
 
 
@@ -96,10 +111,11 @@ class _Run(TrainerCallback):
 
     def __init__(
         self, *, progress: Progress, store: CheckpointStore, clock: BudgetClock, dataset: PackedDataset, train: TrainConfig,
-        saved_dtype: torch.dtype, acceptance_of: AcceptanceOf, on_metrics: OnMetrics,
+        saved_dtype: torch.dtype, acceptance_of: AcceptanceOf, on_metrics: OnMetrics, own_head: OwnHead | None,
     ) -> None:
         self.progress, self.store, self.clock, self.dataset, self.train = progress, store, clock, dataset, train
         self.saved_dtype, self.acceptance_of, self.on_metrics = saved_dtype, acceptance_of, on_metrics
+        self.own_head = own_head
         self.seconds_logged, self.tokens_logged = clock.seconds(), progress.num_supervised_tokens
 
     def on_train_begin(
@@ -147,11 +163,13 @@ class _Run(TrainerCallback):
         bf16 = self.train.autocast_dtype == "bfloat16"
         model.eval()
         # The caller's random draws must not move the training's own, or a resumed run would differ.
-        with torch.random.fork_rng(), torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            acceptance = float(self.acceptance_of(model))
+        autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
         step, before = self.progress.step, self.progress.best
-        if before is None or acceptance > before[1]:
-            self.store.save_best(model, step, self.saved_dtype)
+        with nullcontext() if self.own_head is None else self.own_head.whole():
+            with torch.random.fork_rng(), torch.no_grad(), autocast:
+                acceptance = float(self.acceptance_of(model))
+            if before is None or acceptance > before[1]:
+                self.store.save_best(model, step, self.saved_dtype)
         self.progress.curve.append((step, acceptance))
         self.seconds_logged += self.clock.seconds() - started
         self.on_metrics({"acceptance_rate": acceptance}, step)
@@ -169,13 +187,23 @@ def _check(
         raise ValueError(f"vocab_ids reaches from {vocab_ids[0]} to {vocab_ids[-1]}: the draft's head has ids 0 to {num_ids - 1}")
 
 
+def _check_reference(train: TrainConfig, reference_losses: Sequence[np.ndarray] | None, rows: Dataset) -> None:
+    if train.token_selection.enabled != (reference_losses is not None):
+        raise ValueError(
+            f"train.token_selection.keep_fraction={train.token_selection.keep_fraction} and reference_losses go together: give "
+            "both (distill.reference.reference_losses makes them), or keep every position with 1"
+        )
+    assert reference_losses is None or len(reference_losses) == len(rows)
+
+
 def _head_rows(draft: PreTrainedModel, vocab_ids: Sequence[int] | None) -> torch.Tensor:
     num_ids = draft.get_output_embeddings().weight.shape[0]
     return remap_table(range(num_ids) if vocab_ids is None else vocab_ids, num_ids)
 
 
 def _describe(
-    draft: PreTrainedModel, rows: Dataset, loss: LossConfig, train: TrainConfig, vocab_ids: Sequence[int] | None
+    draft: PreTrainedModel, rows: Dataset, loss: LossConfig, train: TrainConfig, vocab_ids: Sequence[int] | None,
+    train_head: bool,
 ) -> dict[str, Any]:
     """What the run is derived from, so that a folder is never resumed for something else."""
     digest = hashlib.sha256()
@@ -187,6 +215,7 @@ def _describe(
     shape = {name: value for name, value in draft.config.to_dict().items() if isinstance(value, (int, float))}
     return {
         "rows": digest.hexdigest(), "loss": asdict(loss), "train": asdict(train), "vocab_ids": vocab, "draft": shape,
+        "train_head": train_head,
     }
 
 

@@ -3,7 +3,6 @@
 Legend: T input tokens of a packed batch, S its supervised positions, C positions of one head chunk, H hidden size.
 """
 
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from trl import SFTConfig, SFTTrainer
 
 from distill.config import LossConfig, TrainConfig
 from distill.dataset import PackedDataset
-from distill.head import LMHead, chunked_head_loss
+from distill.loss_forward import LossForward
 from distill.objective import Objective
-from distill.packed_attention import supervised_hidden
+from distill.own_head import OwnHead
 from distill.schedule import BudgetClock, lr_factor
 
 LOGGING_STEPS = 10
@@ -30,7 +29,8 @@ class DistillTrainer(SFTTrainer):
 
     The loss of a micro-batch is its sum over supervised positions divided by the supervised tokens of the whole
     optimiser step, so the gradient does not depend on how the step is split. Weights stay fp32; the forward pass runs in
-    `train.autocast_dtype`; softmax and loss are fp32. `vocab_ids` (sorted) trims the head to these rows.
+    `train.autocast_dtype`; softmax and loss are fp32. `vocab_ids` (sorted) trims the head to these rows; with `own_head` the
+    draft's head has them already, and is trained.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class DistillTrainer(SFTTrainer):
         clock: BudgetClock,
         target: PreTrainedModel | None = None,
         vocab_ids: Sequence[int] | None = None,
+        own_head: OwnHead | None = None,
         callbacks: Sequence[Any] = (),
         publish: Callable[[], None] = lambda: None,
     ) -> None:
@@ -66,10 +67,12 @@ class DistillTrainer(SFTTrainer):
         self.remove_callback(PrinterCallback)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
-        _set_embeddings_trainable(draft, train.train_embeddings)
+        _set_embeddings_trainable(draft, embeddings=train.train_embeddings, head=train.train_embeddings or own_head is not None)
         target = None if target is None else target.to(draft.device)
-        self.loss_forward = _LossForward(
-            draft, target, Objective(loss), vocab_ids, self.compute_dtype, train.head_chunk_tokens, train.train_embeddings
+        self.loss_forward = LossForward(
+            draft, target, Objective(loss), vocab_ids, self.compute_dtype, train.head_chunk_tokens,
+            train_head=train.train_embeddings or own_head is not None, is_trimmed=own_head is not None,
+            keep_fraction=train.token_selection.keep_fraction, liger=train.liger,
         )
         self.loss_forward.install()
 
@@ -135,79 +138,13 @@ class DistillTrainer(SFTTrainer):
         self.publish()
 
 
-class _LossForward:
-    """The draft's forward with a second entry, `model(distill_batch=...)`, that returns the summed loss.
-
-    It goes through the model's own forward so that DDP and FSDP wrappers see it; any other call is unchanged.
-    """
-
-    def __init__(
-        self, draft: PreTrainedModel, target: PreTrainedModel | None, objective: Objective,
-        vocab_ids: Sequence[int] | None, compute_dtype: torch.dtype, chunk_tokens: int, train_head: bool,
-    ) -> None:
-        self.draft, self.target, self.objective = draft, target, objective
-        self.vocab_ids = None if vocab_ids is None else list(vocab_ids)
-        self.rows = None if vocab_ids is None else torch.as_tensor(self.vocab_ids, device=draft.device)
-        self.compute_dtype, self.chunk_tokens = compute_dtype, chunk_tokens
-        self.frozen_head = None if train_head else LMHead.of(draft, self.vocab_ids).to(compute_dtype)
-        self.target_head = None if target is None else LMHead.of(target)
-
-    def install(self) -> None:
-        """Put the second entry in place of the patch that SFTTrainer made."""
-        self.uninstall()
-        plain: Callable[..., Any] = self.draft.forward
-
-        def forward(model: PreTrainedModel, *args: Any, distill_batch: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
-            return plain(*args, **kwargs) if distill_batch is None else self.summed_loss(distill_batch)
-
-        self.draft.forward = types.MethodType(forward, self.draft)
-
-    def uninstall(self) -> None:
-        """Give the draft its own forward back."""
-        self.draft.__dict__.pop("forward", None)
-
-    def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Sum over the batch's S supervised positions, a scalar."""
-        autocast = self.compute_dtype != torch.float32
-        with torch.autocast(self.draft.device.type, dtype=torch.bfloat16, enabled=autocast):
-            hidden_SH = supervised_hidden(self.draft, batch)
-        head = self.frozen_head or LMHead.of(self.draft, self.vocab_ids)
-        chunk_loss = self._cached_loss(batch) if self.target is None else self._live_loss(batch)
-        return chunked_head_loss(
-            hidden_SH, head, chunk_loss, chunk_tokens=self.chunk_tokens, compute_dtype=self.compute_dtype
-        )
-
-    def _cached_loss(self, batch: dict[str, Tensor]) -> Callable[[Tensor, int, int], Tensor]:
-        ids_SK, logp_SK, tokens_S = batch["topk_rows_SK"], batch["topk_logp_SK"], batch["token_rows_S"]
-
-        def chunk_loss(logits_CV: Tensor, start: int, end: int) -> Tensor:
-            return self.objective.topk(ids_SK[start:end], logp_SK[start:end], logits_CV, tokens_S[start:end])
-
-        return chunk_loss
-
-    def _live_loss(self, batch: dict[str, Tensor]) -> Callable[[Tensor, int, int], Tensor]:
-        assert self.target is not None
-        assert self.target_head is not None
-        target_head, tokens_S = self.target_head, batch["token_rows_S"]
-        with torch.no_grad():
-            target_SH = supervised_hidden(self.target, batch)
-
-        def chunk_loss(logits_CV: Tensor, start: int, end: int) -> Tensor:
-            with torch.no_grad():
-                raw = target_head.project(target_SH[start:end], target_head.weight_VH.dtype)
-                target_CV = target_head.finish(raw)
-            return self.objective.full(target_CV, logits_CV, tokens_S[start:end], self.rows)
-
-        return chunk_loss
-
-
 def _only_item(items: list[Any]) -> Any:
     (item,) = items
     return item
 
 
-def _set_embeddings_trainable(draft: PreTrainedModel, trainable: bool) -> None:
-    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+def _set_embeddings_trainable(draft: PreTrainedModel, *, embeddings: bool, head: bool) -> None:
+    for layer, trainable in ((draft.get_output_embeddings(), head), (draft.get_input_embeddings(), embeddings)):
         for parameter in layer.parameters():
             parameter.requires_grad_(trainable)
 

@@ -3,8 +3,10 @@
 Shapes: P prompts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +14,24 @@ from numpy.typing import NDArray
 from eval.bootstrap import Interval, bootstrap_difference, bootstrap_ratio
 
 
-@dataclass(frozen=True)
+class Range(TypedDict):
+    """Acceptance of the `num_tokens` positions of which some measure, `mean_measure` on average, is in [start, end)."""
+
+    start: float
+    end: float
+    value: float
+    mean_measure: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
 class AcceptanceTable:
     """Acceptance of one draft at one temperature for one sampler, position by position.
 
     `values[i]` is a_t over prompt i's response, shape [num response tokens]; everything else is derived from
-    it. `rows_matched` says whether the rows had been sampled at this temperature (else all rows were used).
+    it. Alike: `given_token[i]` c_t, `entropies[i]` of the target in nats at temperature 1, `confidences[i]` the
+    draft's largest probability at temperature 1. `was_cut[i]`: the response ended by a limit.
+    `rows_matched` says whether the rows had been sampled at this temperature (else all rows were used).
     """
 
     draft: str
@@ -26,6 +40,12 @@ class AcceptanceTable:
     prompt_ids: list[str]
     sources: list[str]
     values: list[NDArray[np.float32]] = field(repr=False)
+    warper: str = "none"
+    domains: list[str] = field(default_factory=list)
+    given_token: list[NDArray[np.float32]] = field(default_factory=list, repr=False)
+    entropies: list[NDArray[np.float32]] = field(default_factory=list, repr=False)
+    confidences: list[NDArray[np.float32]] = field(default_factory=list, repr=False)
+    was_cut: list[bool] = field(default_factory=list)
     rows_matched: bool = True
     num_skipped_rows: int = 0
 
@@ -43,28 +63,82 @@ class AcceptanceTable:
         """`acceptance_rate` with its 95% interval over prompts."""
         return bootstrap_ratio(self.sums, self.counts, num_bootstrap=num_bootstrap, seed=seed)
 
+    def restricted(self, prompt_ids: Container[str], num_tokens: int) -> "AcceptanceTable":
+        """The first `num_tokens` positions of these prompts' responses, as if a limit had cut them there."""
+        keep = [i for i, prompt_id in enumerate(self.prompt_ids) if prompt_id in prompt_ids]
+
+        def head(arrays: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+            return [arrays[i][:num_tokens] for i in keep] if arrays else []
+
+        return replace(
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in keep],
+            sources=[self.sources[i] for i in keep],
+            domains=[self.domains[i] for i in keep] if self.domains else [],
+            values=head(self.values),
+            given_token=head(self.given_token),
+            entropies=head(self.entropies),
+            confidences=head(self.confidences),
+            was_cut=[self.was_cut[i] or len(self.values[i]) > num_tokens for i in keep]
+            if self.was_cut
+            else [],
+        )
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """draft, temperature, sampler and warper, as rows of a report have them."""
+        names = ("draft", "temperature", "sampler", "warper")
+        return {name: getattr(self, name) for name in names}
+
     def by_source(self, *, num_bootstrap: int = 1000, seed: int = 0) -> dict[str, Interval]:
-        """`acceptance_rate` within each source (domain), in alphabetical order."""
-        sources = np.array(self.sources)
+        """`acceptance_rate` within each source, in alphabetical order."""
+        return self._by_group(self.sources, num_bootstrap=num_bootstrap, seed=seed)
+
+    def by_domain(self, *, num_bootstrap: int = 1000, seed: int = 0) -> dict[str, Interval]:
+        """`acceptance_rate` within each domain, in alphabetical order."""
+        return self._by_group(self.domains or self.sources, num_bootstrap=num_bootstrap, seed=seed)
+
+    def _by_group(self, groups: Sequence[str], *, num_bootstrap: int, seed: int) -> dict[str, Interval]:
+        sums, counts, names_P = self.sums, self.counts, np.array(groups)
         return {
-            source: bootstrap_ratio(
-                self.sums[sources == source],
-                self.counts[sources == source],
-                num_bootstrap=num_bootstrap,
-                seed=seed,
+            name: bootstrap_ratio(
+                sums[names_P == name], counts[names_P == name], num_bootstrap=num_bootstrap, seed=seed
             )
-            for source in sorted(set(self.sources))
+            for name in sorted(set(groups))
         }
 
-    def by_position(self, edges: Sequence[int] = (0, 1, 8, 32, 128)) -> list[dict[str, float]]:
-        """{start, end, value, num_tokens} of response positions [start, end), without empty ranges."""
-        result = []
+    def by_position(self, edges: Sequence[int] = (0, 1, 8, 32, 128)) -> list[Range]:
+        """Acceptance at response positions [start, end), without empty ranges."""
         longest = max(map(len, self.values))
-        for start, end in zip(edges, [*edges[1:], max(longest, edges[-1])], strict=True):
-            inside = np.concatenate([v[start:end] for v in self.values])
-            if len(inside):
-                value = float(inside.mean(dtype=np.float64))
-                result.append({"start": start, "end": end, "value": value, "num_tokens": len(inside)})
+        limits = [*edges, max(longest, edges[-1] + 1)]
+        return self._by_range([np.arange(len(v)) for v in self.values], limits)
+
+    def by_entropy(self, edges: Sequence[float] = (0, 0.05, 0.25, 0.5, 1, 2, 4)) -> list[Range]:
+        """Acceptance where the target's entropy lies in [start, end) nats, without empty ranges."""
+        largest = max(float(e.max()) for e in self.entropies)
+        return self._by_range(self.entropies, [*edges, max(largest, edges[-1]) + 1e-6])
+
+    def by_confidence(self, num_ranges: int = 10) -> list[Range]:
+        """Acceptance where the draft's largest probability lies in [start, end): its calibration."""
+        edges = [i / num_ranges for i in range(num_ranges)]
+        return self._by_range(self.confidences, [*edges, 1.0 + 1e-6])
+
+    def _by_range(self, measures: Sequence[NDArray[Any]], limits: Sequence[float]) -> list[Range]:
+        measure_N = np.concatenate(measures).astype(np.float64)
+        values_N = np.concatenate(self.values).astype(np.float64)
+        result: list[Range] = []
+        for start, end in itertools.pairwise(limits):
+            inside_N = (measure_N >= start) & (measure_N < end)
+            if num_tokens := int(inside_N.sum()):
+                result.append(
+                    {
+                        "start": float(start),
+                        "end": float(end),
+                        "value": float(values_N[inside_N].mean()),
+                        "mean_measure": float(measure_N[inside_N].mean()),
+                        "num_tokens": num_tokens,
+                    }
+                )
         return result
 
 

@@ -11,6 +11,7 @@ from specdec_runtime.backends.base import Backend
 from specdec_runtime.backends.hf_assisted import HFAssisted
 from specdec_runtime.backends.hf_generate import HFGenerate
 from specdec_runtime.backends.native import NativeBackend
+from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.config import DecoderConfig
 
 NO_DRAFT = "none"
@@ -53,6 +54,8 @@ def conditions_at(
             # Transformers' assisted generation has no batches.
             if "hf_assisted" in config.backends and batch == 1:
                 result.append(Condition("hf_assisted", name, gamma, temperature, batch))
+            if "vllm" in config.backends:
+                result.append(Condition("vllm", name, gamma, temperature, batch))
         if config.auto_gamma and "native" in config.backends:
             result.append(Condition("native", name, max(config.gammas), temperature, batch, "auto"))
     return result
@@ -71,6 +74,8 @@ class BackendFactory:
     def backend_of(self, condition: Condition) -> Backend:
         """The condition's backend."""
         key = replace(condition, temperature=0.0)
+        if condition.backend == "vllm":  # takes a minute to load, and batches whatever it is given
+            key = replace(key, batch=1)
         if key not in self._made:
             self._made[key] = self._make(condition)
         return self._made[key]
@@ -90,6 +95,8 @@ class BackendFactory:
             # Transformers has there.
             is_static = condition.backend == "hf_generate_static"
             return HFGenerate(self.target, max_batch_size=condition.batch, static_cache=is_static)
+        if condition.backend == "vllm":
+            return self._vllm(condition)
         if condition.is_plain:
             return self._plain(condition.batch, verify_width=None)
         draft = self.drafts[condition.draft]
@@ -112,3 +119,14 @@ class BackendFactory:
             verify_width=verify_width,
         )
         return NativeBackend(self.target, config=config)
+
+    def _vllm(self, condition: Condition) -> Backend:
+        """vLLM loads the folders that the models came from, in the target's dtype; its draft proposes by its whole head."""
+        draft = None if condition.is_plain else self.drafts[condition.draft].model.name_or_path
+        return VLLMBackend(
+            self.target.name_or_path,
+            draft,
+            num_speculative_tokens=condition.gamma,
+            sampler=self.runtime.sampler,
+            dtype=str(self.target.dtype).removeprefix("torch."),
+        )

@@ -89,7 +89,8 @@ def predict(measurement: Measurement, baseline: Measurement) -> float | None:
     stats, plain, gamma = measurement.stats, baseline.stats, measurement.condition.gamma
     if measurement is baseline:
         return 1.0
-    if measurement.condition.backend == "hf_assisted" or not stats.num_rounds or not plain.num_rounds:
+    has_no_clock = not measurement.condition.is_plain and measurement.condition.backend in ("hf_assisted", "vllm")
+    if has_no_clock or not stats.num_rounds or not plain.num_rounds:
         return None
     num_requests = len(measurement.outputs)
     return predicted_speedup(

@@ -6,18 +6,42 @@ from typing import Optional
 from eval.shapes import shape_of
 
 SAMPLERS = ("probabilistic", "greedy")
-PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static")
+PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static", "vllm")
 BACKENDS = (*PLAIN_BACKENDS, "hf_assisted")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
-class EvalConfig:
-    """Teacher-forced acceptance on held-out responses."""
+class WarperConfig:
+    """top-k, top-p and min-p, as a request would ask for them."""
 
+    top_k: Optional[int] = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass
+class EvalConfig:
+    """Teacher-forced acceptance on held-out responses, or on the target's answers to a file of prompts.
+
+    `warpers`: further figures at temperatures above 0. `max_gamma`: tau is worked out for gammas 1 to this one, and
+    `num_decoded_prompts` are decoded with it, to see acceptance within a round. `num_viewer_prompts`: shown in the
+    token viewer, with `viewer_gamma`. `num_prompts` and `max_new_tokens`: of `prompts` and the answers to them;
+    `decoded_tokens`: of decoded and shown answers.
+    """
+
+    prompts: Optional[str] = None
+    num_prompts: int = 80
+    max_new_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     samplers: list[str] = field(default_factory=lambda: ["probabilistic", "greedy"])
+    warpers: list[WarperConfig] = field(default_factory=list)
     max_prompts: Optional[int] = None
+    max_gamma: int = 8
+    num_decoded_prompts: int = 8
+    decoded_tokens: int = 64
+    num_viewer_prompts: int = 3
+    viewer_gamma: int = 4
     batch_tokens: int = 2048
     num_bootstrap: int = 1000
     seed: int = 0
@@ -30,6 +54,12 @@ class EvalConfig:
         unknown = sorted(set(self.samplers) - set(SAMPLERS))
         if unknown or not self.samplers:
             raise ValueError(f"eval.samplers={list(self.samplers)}: choose from {list(SAMPLERS)}")
+        for name in ("num_prompts", "max_new_tokens", "max_gamma", "decoded_tokens", "viewer_gamma"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"eval.{name}={getattr(self, name)}: must be >= 1")
+        for name in ("num_decoded_prompts", "num_viewer_prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"eval.{name}={getattr(self, name)}: must be >= 0 (0 leaves it out)")
 
 
 @dataclass
@@ -129,6 +159,10 @@ class BenchConfig:
         if self.prompts is not None:
             raise ValueError(
                 f"bench.prompts={self.prompts!r}: random weights have no tokenizer; leave it null"
+            )
+        if "vllm" in self.backends:
+            raise ValueError(
+                f"bench.backends={list(self.backends)}: vllm loads model folders, and random weights have none"
             )
         for field_name, name in (("bench.target", self.target), ("bench.draft", self.draft)):
             shape_of(name, field=field_name)

@@ -25,7 +25,7 @@ def acceptance_figure(rows: Rows) -> Figure:
         raise ValueError("acceptance_figure: no rows to draw")
     groups = list(dict.fromkeys(_group_name(row) for row in rows))
     drafts = list(dict.fromkeys(str(row["draft"]) for row in rows))
-    figure, axes = _figure(width=2.5 + 1.3 * len(groups))
+    figure, axes = figure_with_axes(width=2.5 + 1.3 * len(groups))
     width = 0.8 / len(drafts)
     for index, draft in enumerate(drafts):
         chosen = {_group_name(row): row for row in rows if row["draft"] == draft}
@@ -35,9 +35,9 @@ def acceptance_figure(rows: Rows) -> Figure:
             at,
             values,
             0.92 * width,
-            color=_color(draft, index),
+            color=line_color(draft, index),
             label=draft,
-            yerr=_errors(chosen.values()),
+            yerr=interval_errors(chosen.values()),
             capsize=3,
         )
         axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
@@ -66,11 +66,11 @@ def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) 
     ]
     if not chosen:
         raise ValueError(f"speedup_figure: no speculative rows at temperature={temperature}, batch={batch}")
-    figure, axes = _figure(width=6.4)
+    figure, axes = figure_with_axes(width=6.4)
     lines = list(dict.fromkeys((str(row["backend"]), str(row["draft"])) for row in chosen))
     for index, (backend, draft) in enumerate(lines):
         line = [row for row in chosen if (row["backend"], row["draft"]) == (backend, draft)]
-        color = _color(draft if backend == "native" else "", index)
+        color = line_color(draft if backend == "native" else "", index)
         _draw_speedups(axes, line, label=f"{draft} ({backend})", color=color)
     axes.axhline(1.0, color=COLORS["none"], linewidth=1)
     axes.annotate(
@@ -84,22 +84,9 @@ def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) 
     return figure
 
 
-def position_figure(tables: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """Acceptance along the response, one line per name; ranges as from `AcceptanceTable.by_position`."""
-    figure, axes = _figure(width=6.4)
-    for index, (name, ranges) in enumerate(tables.items()):
-        labels = [f"{int(r['start'])}-{int(r['end']) - 1}" for r in ranges]
-        axes.plot(labels, [r["value"] for r in ranges], marker="o", color=_color(name, index), label=name)
-    axes.set_ylim(0, 1.0)
-    axes.set_xlabel("position in the response")
-    axes.set_ylabel("acceptance rate")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _figure(width: float) -> tuple[Figure, Axes]:
+def figure_with_axes(width: float, height: float = 4.0) -> tuple[Figure, Axes]:
     """A figure of its own, not pyplot's: nothing to close, no backend to choose."""
-    figure = Figure(figsize=(width, 4.0), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
@@ -112,7 +99,7 @@ def _draw_speedups(axes: Axes, rows: Rows, *, label: str, color: str) -> None:
     line = sorted((r for r in rows if r.get("gamma_policy") != "auto"), key=lambda r: int(r["gamma"]))
     gammas = [int(row["gamma"]) for row in line]
     speedups = [float(row["walltime_speedup"]) for row in line]
-    errors = _errors(line, "walltime_speedup")
+    errors = interval_errors(line, "walltime_speedup")
     axes.errorbar(gammas, speedups, yerr=errors, marker="o", capsize=3, color=color, label=label)
     predicted = [
         (g, float(r["predicted_speedup"]))
@@ -138,7 +125,7 @@ def _group_name(row: Mapping[str, Any]) -> str:
     return "T = 0" if row["temperature"] == 0 else f"T = {row['temperature']:g}\n{row['sampler']}"
 
 
-def _errors(rows: Any, value: str = "value") -> list[list[float]]:
+def interval_errors(rows: Any, value: str = "value") -> list[list[float]]:
     """Distances from the value to the ends of its interval, as matplotlib wants them."""
     rows = list(rows)
     below = [max(float(r[value]) - float(r["low"]), 0.0) for r in rows]
@@ -146,5 +133,5 @@ def _errors(rows: Any, value: str = "value") -> list[list[float]]:
     return [below, above]
 
 
-def _color(draft: str, index: int) -> str:
+def line_color(draft: str, index: int) -> str:
     return COLORS.get(draft, OTHER_COLORS[index % len(OTHER_COLORS)])

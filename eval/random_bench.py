@@ -17,7 +17,7 @@ from eval.shapes import PREFIX, Shape, shape_of
 from eval.teacher_forcing import Draft
 from eval.timing import model_of_shape
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.forward import free_memory_bytes
+from specdec_runtime.memory import free_memory_bytes
 
 GIB = 2**30
 

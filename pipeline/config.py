@@ -30,6 +30,7 @@ def _schema() -> DictConfig:
     # Mappings are merged, not replaced: a default weight here would stay in every other loss.
     schema.loss.weights = {}
     OmegaConf.set_struct(schema.loss.weights, False)  # its keys are data; LossConfig checks them
+    OmegaConf.set_struct(schema.corpus.engine_args, False)  # the engine checks them
     return schema
 
 
@@ -49,6 +50,7 @@ def to_config(composed: DictConfig) -> Config:
         ("target.path", config.target.path),
         ("draft.path", config.draft.path),
         ("corpus.prompts", config.corpus.prompts),
+        ("eval.prompts", config.eval.prompts),
         ("bench.prompts", config.bench.prompts),
     ):
         if value == "":

@@ -72,6 +72,7 @@ def export_draft(
     compat.raise_on_errors(findings)
     vocab_size = int(target_config.get_text_config().vocab_size)
     fit_vocab_size(model, vocab_size, num_token_ids=max(tokenizer.get_vocab().values()) + 1)
+    findings += _untied_gemma(model)
     if vocab_ids is not None:
         findings += _confine(model, vocab_ids)
     _require_finite(model, dtype)
@@ -89,7 +90,7 @@ def export_draft(
 def _confine(model: PreTrainedModel, vocab_ids: Sequence[int]) -> list[compat.Finding]:
     """Silence untrained head rows, but where vLLM insists on a tied head: there they stay, and it is said."""
     model_type = str(model.config.model_type)
-    if not model_type.startswith(VLLM_ALWAYS_TIED):
+    if not model_type.startswith(VLLM_ALWAYS_TIED) or not model.config.get_text_config().tie_word_embeddings:
         confine_head(model, vocab_ids)
         return []
     message = (
@@ -97,6 +98,18 @@ def _confine(model: PreTrainedModel, vocab_ids: Sequence[int]) -> list[compat.Fi
         "engines other than the native runtime may propose from them; train with draft.vocab_shortlist=null to serve there"
     )
     return [compat.Finding("full_head", compat.WARNING, message)]
+
+
+def _untied_gemma(model: PreTrainedModel) -> list[compat.Finding]:
+    """A head of the draft's own that vLLM would not read."""
+    model_type = str(model.config.model_type)
+    if not model_type.startswith(VLLM_ALWAYS_TIED) or model.config.get_text_config().tie_word_embeddings:
+        return []
+    message = (
+        f"vLLM loads {model_type} with a tied head only, so it would not use the head that this draft was trained with: "
+        "train with draft.train_head=false to serve there"
+    )
+    return [compat.Finding("own_head", compat.WARNING, message)]
 
 
 def _require_finite(model: PreTrainedModel, dtype: str) -> None:

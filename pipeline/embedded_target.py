@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    GgufConfig,
     PreTrainedModel,
 )
 
@@ -140,7 +140,7 @@ def convert_gguf(gguf: Path, folder: Path) -> dict[str, Any]:
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        **_dequantized(),
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = source.config.max_position_embeddings
@@ -161,6 +161,12 @@ def convert_gguf(gguf: Path, folder: Path) -> dict[str, Any]:
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return _compare(source, folder, tokenizer.encode("The quick brown fox asks: what is 2 + 2? Ünïcode too."))
+
+
+def _dequantized() -> dict[str, Any]:
+    """Transformers 5.16 always dequantizes a GGUF file; from 5.17 on it has to be asked to."""
+    asked = getattr(transformers, "GgufConfig", None)
+    return {} if asked is None else {"quantization_config": asked(dequantize=True)}
 
 
 def _compare(source: PreTrainedModel, folder: Path, token_ids: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipeline.corpus.sources import read_prompts
+from pipeline.corpus.mixture import count_rows, sources_of
 from pipeline.schema import Config
 
 GIB = 2**30
@@ -68,24 +68,22 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def num_prompts(config: Config) -> int:
-    """`corpus.num_prompts`, or the rows of the prompts file where that is null."""
+def num_rows(config: Config) -> int:
+    """Rows of the corpus: samples of `corpus.num_prompts`, or of all rows of its files where that is null."""
     corpus = config.corpus
-    if corpus.num_prompts is not None:
-        return corpus.num_prompts
-    assert corpus.prompts is not None
-    return sum(1 for _ in read_prompts(corpus.prompts, corpus.prompts_column, corpus.prompts_split))
+    num_prompts = corpus.num_prompts if corpus.num_prompts is not None else count_rows(corpus)
+    return num_prompts * corpus.samples_per_prompt
 
 
 def corpus_tokens(config: Config) -> int:
     """Response tokens at most: every answer at its full length."""
-    return num_prompts(config) * config.corpus.max_new_tokens
+    return num_rows(config) * config.corpus.max_new_tokens
 
 
 def disk_gib(config: Config, draft_parameters: int, draft_weight_bytes: int) -> dict[str, float]:
     """GiB that the corpus and the drafts will take at most."""
     corpus = corpus_tokens(config) * (TOKEN_BYTES + config.corpus.topk * TOPK_BYTES)
-    corpus += num_prompts(config) * config.corpus.max_prompt_tokens * TOKEN_BYTES
+    corpus += num_rows(config) * config.corpus.max_prompt_tokens * TOKEN_BYTES
     drafts = (
         draft_parameters * CHECKPOINT_BYTES_PER_PARAMETER * NUM_CHECKPOINTS
         + draft_weight_bytes * NUM_SAVED_DRAFTS
@@ -96,8 +94,8 @@ def disk_gib(config: Config, draft_parameters: int, draft_weight_bytes: int) -> 
 def minutes(config: Config, rates: WorkRates) -> dict[str, float]:
     """Minutes for the corpus (questions included where the target invents them) and for the training, at most."""
     tokens = corpus_tokens(config)
-    if config.corpus.prompts is None:
-        tokens += num_prompts(config) * config.corpus.max_question_tokens
+    if any(source.prompts is None for source in sources_of(config.corpus)):
+        tokens += num_rows(config) * config.corpus.max_question_tokens
     train = config.train
     num_steps = (
         train.num_epochs * corpus_tokens(config) / (train.tokens_per_step * train.gradient_accumulation_steps)

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from pipeline.card import CardFacts, render_card
 from pipeline.context import StageContext
+from pipeline.corpus.mixture import source_name, sources_of
 from pipeline.draft_folder import export_draft
+from pipeline.prediction import read_prediction
 from pipeline.report import (
     Report,
     best_draft_sample_method,
@@ -90,6 +92,7 @@ def run_export(context: StageContext) -> dict[str, object]:
         "minutes": stage_minutes(inputs),
         "acceptance_rate": acceptance,
         "bench": bench["bench"],
+        "prediction": read_prediction(inputs, sampler=config.runtime.sampler),
     }
     _write_around(context, report, train, choice)
     figures = summary_figures(report)
@@ -156,6 +159,7 @@ def describe_draft(model: PreTrainedModel, *, name: str) -> dict[str, Any]:
         "num_layers": int(text.num_hidden_layers),
         "hidden_size": int(text.hidden_size),
         "vocab_size": int(text.vocab_size),
+        "tied_head": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     }
 
 
@@ -181,10 +185,10 @@ def push_draft(folder: Path, *, name: str) -> str:
 
 
 def _prompt_set(context: StageContext) -> str:
-    corpus = context.config.corpus
-    origin = (
+    origins = [
         "questions that the target invented"
-        if corpus.prompts is None
-        else f"prompts of {Path(corpus.prompts).name}"
-    )
-    return f"held-out part of {origin}"
+        if source.prompts is None
+        else f"prompts of {source_name(source)}"
+        for source in sources_of(context.config.corpus)
+    ]
+    return f"held-out part of {', '.join(origins)}"

@@ -6,16 +6,17 @@ from pathlib import Path
 from huggingface_hub import get_token
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from distill.draft_init import select_layers
 from pipeline import compat
 from pipeline.bench_prompts import check_prompt_file
 from pipeline.corpus import check_prompts
-from pipeline.corpus.sources import read_prompts
+from pipeline.corpus.mixture import check_sources
+from pipeline.initial_draft import check_draft_settings
 from pipeline.models import DTYPES, ModelRef, load_tokenizer, obtain_model, resolve_target
 from pipeline.pair import check_start_draft
 from pipeline.schema import Config
 from pipeline.store import Store
 from pipeline.weight_files import check_weight_files
+from specdec_runtime.backends.vllm import require_vllm
 
 GIB = 2**30
 
@@ -36,11 +37,13 @@ def check_inputs(config: Config) -> None:
         raise ValueError(
             "export.push=true: not logged in to Hugging Face; run `hf auth login`, or set export.push=false"
         )
-    if config.corpus.prompts is not None:
-        # Opens it and reads one row; here already, since the target may have to be fetched first.
-        read_prompts(config.corpus.prompts, config.corpus.prompts_column, config.corpus.prompts_split)
-    if config.bench.prompts is not None:
-        check_prompt_file(config.bench.prompts)
+    # Opens them and reads one row each; here already, since the target may have to be fetched first.
+    check_sources(config.corpus)
+    for field, prompts in (("eval.prompts", config.eval.prompts), ("bench.prompts", config.bench.prompts)):
+        if prompts is not None:
+            check_prompt_file(prompts, field=field)
+    if "bench" in config.stages and "vllm" in config.bench.backends:
+        require_vllm()
     check_target(config, resolve_target(config))
 
 
@@ -64,11 +67,7 @@ def check_target(config: Config, target: ModelRef) -> None:
     _check_lengths(config, target_config, who="target")
     _check_shortlist(config.draft.vocab_shortlist, target_config, tokenizer)
     if config.draft.path is None:
-        select_layers(
-            target_config.get_text_config().num_hidden_layers,
-            config.draft.num_layers,
-            config.draft.keep_layers,
-        )
+        check_draft_settings(config.draft, config.train, target_config)
         return
     draft = obtain_model(config.draft.path, field="draft.path")
     compat.raise_on_errors(check_start_draft(target.path, draft, trust_remote_code=trust))

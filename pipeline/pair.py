@@ -1,19 +1,43 @@
 """The whole checklist for one target and one draft, from their folders or Hugging Face ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipeline import compat
 from pipeline.compat import ERROR, Finding
+from pipeline.compat_tokenizer import (
+    check_chat_templates,
+    check_special_ids,
+    check_tokenization,
+    check_tokenizers,
+)
 from pipeline.weight_files import check_weight_files
 
 #: What export mends when it writes the trained draft, so no reason to refuse a draft to start from.
-MENDED_BY_EXPORT = ("vocab_padding", "chat_template", "penalty", "context_length", "head_shape")
+MENDED_BY_EXPORT = (
+    "vocab_padding",
+    "chat_template",
+    "penalty",
+    "context_length",
+    "head_shape",
+    "special_ids",
+    "broken_generation_config",
+)
 
 Loaded = TypeVar("Loaded")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model's folder says about its model; None or empty where it could not be read."""
+
+    config: PreTrainedConfig | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def check_pair(
@@ -21,32 +45,49 @@ def check_pair(
     draft: str | Path,
     *,
     chat: bool = True,
-    check_values: bool = True,
+    check_values: Collection[str] = ("draft",),
     trust_remote_code: bool = False,
 ) -> list[Finding]:
     """Findings for a pair as it would be served now. Folders are read as they are; ids go through the Hugging Face cache.
 
     Args:
         chat: a chat template is asked for on both sides.
-        check_values: read the draft's weights and look for NaN and infinity (the target's files are opened, not read).
+        check_values: whose weights are read and searched for NaN and infinity; the other's files are opened, not read.
     """
-    findings: list[Finding] = []
-    configs, tokenizers = {}, {}
-    for who, path in (("target", target), ("draft", draft)):
-        found, config, tokenizer = _load_parts(path, who=who, trust_remote_code=trust_remote_code)
-        findings += found
-        configs[who], tokenizers[who] = config, tokenizer
-        if Path(path).is_dir():
-            findings += check_weight_files(Path(path), who=who, check_values=check_values and who == "draft")
-            try:
-                findings += compat.check_generation_config(
-                    compat.read_json(Path(path) / "generation_config.json"), who=who
-                )
-            except ValueError as error:
-                findings.append(Finding("broken_config", ERROR, f"the {who}'s {error}"))
-    findings += _compare_tokenizers(tokenizers["target"], tokenizers["draft"], chat=chat)
-    findings += _compare_configs(configs["target"], configs["draft"], tokenizers["target"])
+    findings, _ = inspect_pair(
+        target, draft, chat=chat, check_values=check_values, trust_remote_code=trust_remote_code
+    )
     return findings
+
+
+def inspect_pair(
+    target: str | Path,
+    draft: str | Path,
+    *,
+    chat: bool,
+    check_values: Collection[str],
+    trust_remote_code: bool = False,
+) -> tuple[list[Finding], dict[str, Parts]]:
+    """`check_pair`, with the configs and tokenizers that were read, under `target` and `draft`."""
+    findings: list[Finding] = []
+    parts = {}
+    for who, path in (("target", target), ("draft", draft)):
+        found, parts[who] = _load_parts(path, who=who, trust_remote_code=trust_remote_code)
+        findings += found
+        if Path(path).is_dir():
+            findings += check_weight_files(Path(path), who=who, check_values=who in check_values)
+            findings += compat.check_generation_config(parts[who].settings, who=who)
+    of_target, of_draft = parts["target"], parts["draft"]
+    if of_target.tokenizer is not None and of_draft.tokenizer is not None:
+        found = check_tokenizers(of_target.tokenizer, of_draft.tokenizer)
+        if not found and not _same_file(target, draft, "tokenizer.json"):
+            found = check_tokenization(of_target.tokenizer, of_draft.tokenizer)
+        findings += found
+        if chat:
+            findings += check_chat_templates(of_target.tokenizer, of_draft.tokenizer)
+    findings += check_special_ids(of_target.settings, of_draft.settings)
+    findings += _compare_configs(of_target.config, of_draft.config, of_target.tokenizer)
+    return findings, parts
 
 
 def check_start_draft(
@@ -57,15 +98,15 @@ def check_start_draft(
     return compat.demote(findings, MENDED_BY_EXPORT)
 
 
-def _load_parts(
-    path: str | Path,
-    *,
-    who: str,
-    trust_remote_code: bool,
-) -> tuple[list[Finding], PreTrainedConfig | None, PreTrainedTokenizerBase | None]:
+def _same_file(target: str | Path, draft: str | Path, name: str) -> bool:
+    paths = [Path(folder) / name for folder in (target, draft)]
+    return all(path.is_file() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def _load_parts(path: str | Path, *, who: str, trust_remote_code: bool) -> tuple[list[Finding], Parts]:
     looks_local = str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
     if looks_local and not Path(path).is_dir():
-        return [Finding("missing_model", ERROR, f"the {who}'s folder {path} does not exist")], None, None
+        return [Finding("missing_model", ERROR, f"the {who}'s folder {path} does not exist")], Parts()
     findings: list[Finding] = []
 
     def load(what: str, loader: Callable[[], Loaded]) -> Loaded | None:
@@ -84,20 +125,8 @@ def _load_parts(
     tokenizer = load(
         "tokenizer", lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     )
-    return findings, config, tokenizer
-
-
-def _compare_tokenizers(
-    target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None, *, chat: bool
-) -> list[Finding]:
-    if target is None or draft is None:
-        return []
-    findings = compat.check_tokenizers(target, draft)
-    if chat:
-        findings += compat.check_chat_template(target, who="target") + compat.check_chat_template(
-            draft, who="draft"
-        )
-    return findings
+    settings = load("generation_config", lambda: compat.generation_settings(Path(path))) or {}
+    return findings, Parts(config, tokenizer, settings)
 
 
 def _compare_configs(

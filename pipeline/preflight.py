@@ -4,7 +4,7 @@ Nothing is trained yet, so acceptance is unknown. Measured are the step times: t
 and the draft over one. A draft from the target's layers is timed with copied weights, which cost what trained ones cost.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from distill.draft_init import draft_from_layers, select_layers
 from eval.theory import StepTimes
 from eval.timing import measure_step_times
 from pipeline import compat
 from pipeline.compat import WARNING, Finding
 from pipeline.context import StageContext
 from pipeline.estimates import disk_gib, measure_rates, memory_gib, minutes, num_parameters, weight_bytes
+from pipeline.initial_draft import draft_of_shape
 from pipeline.input_checks import check_inputs
 from pipeline.models import load_causal_lm, obtain_model
 from pipeline.pair import check_start_draft
@@ -79,10 +79,7 @@ def candidate_draft(config: Config, target: PreTrainedModel) -> PreTrainedModel:
         return load_causal_lm(
             str(folder), config.target.dtype, config.target.trust_remote_code, field="draft.path"
         )
-    num_target_layers = int(target.config.get_text_config().num_hidden_layers)
-    return draft_from_layers(
-        target, select_layers(num_target_layers, config.draft.num_layers, config.draft.keep_layers)
-    )
+    return draft_of_shape(config.draft, target)
 
 
 def time_pair(
@@ -113,7 +110,7 @@ def _times_by_layers(
     if config.draft.path is not None or num_target_layers < 2:
         return []
     other = 1 if num_layers > 1 else 2
-    other_draft = draft_from_layers(target, select_layers(num_target_layers, other))
+    other_draft = draft_of_shape(replace(config.draft, num_layers=other, keep_layers=None, candidates=None), target)
     other_times = time_pair(config, target, other_draft, max_gamma=1, max_seconds=MAX_TIMING_SECONDS / 4)
     return [(num_layers, times.draft_ms), (other, other_times.draft_ms)]
 

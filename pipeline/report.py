@@ -76,6 +76,7 @@ class Report(TypedDict):
     minutes: dict[str, float]
     acceptance_rate: list[AcceptanceRow]
     bench: list[BenchRow]
+    prediction: list[dict[str, Any]]
 
 
 def read_result(folder: Path, name: str) -> dict[str, Any]:

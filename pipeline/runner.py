@@ -12,11 +12,13 @@ from pipeline.context import StageContext
 from pipeline.errors import GateFailure
 from pipeline.gate import gate_failures
 from pipeline.models import ModelRef, resolve_target
+from pipeline.prediction import prediction_table
 from pipeline.preflight import check_inputs
 from pipeline.report import Report, acceptance_table, bench_table, read_result
 from pipeline.schema import Config
 from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprint
 from pipeline.store import StageRecord, Store, git_commit, installed_versions
+from pipeline.summary import record_summary
 from pipeline.tracker import Tracker
 from pipeline.tracking import open_tracker
 
@@ -49,6 +51,8 @@ def _conclude(folder: Path, config: Config, console: Console) -> None:
     report = cast(Report, read_result(folder, "report.json"))
     console.print(acceptance_table(report["acceptance_rate"]))
     console.print(bench_table(report["bench"]))
+    if report["prediction"]:
+        console.print(prediction_table(report["prediction"]))
     console.print(
         f"draft: {folder / report['draft']['path']}\nreport: {folder / 'report.json'}", soft_wrap=True
     )
@@ -82,6 +86,7 @@ class _Run:
                     self._take(stage, tracker) if stage in chosen else self._folder(stage)
                 )
                 self.store.link_latest(stage.name, self.folders[stage.name])
+            record_summary(tracker, self.config, self.folders)
         return self.folders
 
     def _upstream_of(self, chosen: list[Stage]) -> list[Stage]:

@@ -1,12 +1,13 @@
 """The whole configuration as dataclasses: Hydra refuses an unknown key or a wrong type by its name."""
 
-from dataclasses import dataclass, field
-from typing import Optional
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
 
 from distill.config import DraftConfig, LossConfig, TrainConfig
 from eval.config import BenchConfig, EvalConfig
 from specdec_runtime.config import DecoderConfig
 
+CORPUS_BACKENDS = ("native", "vllm", "openai")
 STAGE_NAMES = ("preflight", "corpus", "distill", "eval", "bench", "export")
 
 
@@ -39,6 +40,40 @@ class TargetConfig:
 
 
 @dataclass
+class ShareConfig:
+    """A part of the answers, `share` of all, that is sampled alike."""
+
+    share: float = 1.0
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"corpus.shares={asdict(self)}: share and top_p must lie in (0, 1], temperature be >= 0")
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture; its weight counts against the others'. `prompts` null: the target asks itself."""
+
+    prompts: Optional[str] = None
+    weight: float = 1.0
+    domain: str = ""
+    column: Optional[str] = None
+    split: str = "train"
+    subset: Optional[str] = None
+    domain_column: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"corpus.mixture: weight={self.weight} of {self.prompts!r} must be above 0")
+
+
+def _half_greedy() -> list[ShareConfig]:
+    return [ShareConfig(0.5, 0.0), ShareConfig(0.5, 1.0)]
+
+
+@dataclass
 class CorpusConfig:
     """Who asks, how the target answers, and how the answers are stored.
 
@@ -49,6 +84,11 @@ class CorpusConfig:
     prompts: Optional[str] = None
     prompts_column: Optional[str] = None
     prompts_split: str = "train"
+    prompts_subset: Optional[str] = None
+    domain_column: Optional[str] = None
+    mixture: list[SourceConfig] = field(default_factory=list)
+    turn_by_turn: bool = False
+    prefix_tokens: Optional[int] = None
     num_prompts: Optional[int] = 1000
     system_prompts: list[str] = field(default_factory=list)
     question_starters: list[str] = field(default_factory=list)
@@ -58,9 +98,19 @@ class CorpusConfig:
     max_question_tokens: int = 48
     min_question_tokens: int = 4
     max_questions_per_prompt: float = 4.0
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    near_duplicate_jaccard: float = 0.7
+    shares: list[ShareConfig] = field(default_factory=_half_greedy)
+    samples_per_prompt: int = 1
     max_prompt_tokens: int = 256
     max_new_tokens: int = 128
+    backend: str = "native"
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    base_urls: list[str] = field(default_factory=list)
+    served_model: Optional[str] = None
+    num_in_flight: int = 64
+    request_timeout_s: float = 600.0
+    max_retries: int = 8
+    rescore: bool = False
     batch_size: int = 64
     shard_rows: int = 64
     topk: int = 64
@@ -71,14 +121,15 @@ class CorpusConfig:
         for name in ("max_question_tokens", "min_question_tokens", "max_prompt_tokens", "max_new_tokens", "batch_size", "shard_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"corpus.{name}={getattr(self, name)}: must be at least 1")
-        if self.num_prompts is None and self.prompts is None:
+        if self.num_prompts is None and self.prompts is None and (not self.mixture or any(s.prompts is None for s in self.mixture)):
             raise ValueError("corpus.num_prompts=null: say how many questions the target shall invent, or set corpus.prompts")
         if self.num_prompts is not None and self.num_prompts < 1:
             raise ValueError(f"corpus.num_prompts={self.num_prompts}: must be at least 1")
         if self.topk < 0:
             raise ValueError(f"corpus.topk={self.topk}: must be 0 (nothing stored) or more")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"corpus.temperatures={list(self.temperatures)}: give one or more, each >= 0")
+        self._check_sources()
+        self._check_shares()
+        self._check_engine()
         if self.self_ask_temperature < 0 or not 0 < self.self_ask_top_p <= 1:
             raise ValueError(
                 f"corpus.self_ask_temperature={self.self_ask_temperature} must be >= 0 and "
@@ -91,6 +142,49 @@ class CorpusConfig:
         if any("{topic}" in prompt for prompt in self.system_prompts) != bool(self.topics):
             raise ValueError("corpus.topics and a corpus.system_prompts entry with {topic} go together: set both or neither")
 
+    def _check_engine(self) -> None:
+        if self.backend not in CORPUS_BACKENDS:
+            raise ValueError(f"corpus.backend={self.backend!r}: choose from {list(CORPUS_BACKENDS)}")
+        if (self.backend == "openai") != bool(self.base_urls):
+            raise ValueError(
+                f"corpus.base_urls={list(self.base_urls)}: corpus.backend=openai needs one or more, as in "
+                "corpus.base_urls=[http://localhost:8000/v1]; the other backends take none"
+            )
+        if self.backend == "native" and self.engine_args:
+            raise ValueError(f"corpus.engine_args={dict(self.engine_args)}: only the backends vllm and openai take them")
+        if self.num_in_flight < 1 or self.max_retries < 0 or self.request_timeout_s <= 0:
+            raise ValueError(
+                f"corpus.num_in_flight={self.num_in_flight} must be at least 1, corpus.max_retries={self.max_retries} 0 or more, "
+                f"corpus.request_timeout_s={self.request_timeout_s} above 0"
+            )
+        if self.rescore and self.topk == 0:
+            raise ValueError("corpus.rescore=true with corpus.topk=0: there is nothing to compute; raise corpus.topk")
+
+    def _check_sources(self) -> None:
+        if self.mixture and self.prompts == "":
+            self.prompts = None  # the option that asks for prompts has got them
+        if self.prompts is not None and self.mixture:
+            raise ValueError("corpus.prompts and corpus.mixture exclude each other: make corpus.prompts one of the mixture's entries")
+        if sum(source.prompts is None for source in self.mixture) > 1:
+            raise ValueError("corpus.mixture: only one entry may have prompts=null, the questions that the target invents")
+        if self.prefix_tokens is not None and self.prefix_tokens < 1:
+            raise ValueError(f"corpus.prefix_tokens={self.prefix_tokens}: must be at least 1, or null for whole texts")
+        if not 0 < self.near_duplicate_jaccard <= 1:
+            raise ValueError(f"corpus.near_duplicate_jaccard={self.near_duplicate_jaccard}: must lie in (0, 1]; 1 drops equal texts only")
+
+    def _check_shares(self) -> None:
+        if self.samples_per_prompt < 1:
+            raise ValueError(f"corpus.samples_per_prompt={self.samples_per_prompt}: must be at least 1")
+        total = sum(share.share for share in self.shares)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"corpus.shares: the shares add up to {total:g}; they must add up to 1")
+        greedy = sum(share.share for share in self.shares if share.temperature == 0)
+        if self.samples_per_prompt * greedy > 1 + 1e-6:
+            raise ValueError(
+                f"corpus.samples_per_prompt={self.samples_per_prompt} with a share of {greedy:g} at temperature 0 would give some "
+                f"answers twice: at most one sample of a prompt can be greedy, so lower the share to {1 / self.samples_per_prompt:g}"
+            )
+
 
 @dataclass
 class TrackingConfig:
@@ -99,6 +193,8 @@ class TrackingConfig:
     experiment: str = "draftsmith"
     registered_model: Optional[str] = None
     timeout_s: float = 5.0
+    run_name: Optional[str] = None
+    parent_run: Optional[str] = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What lies beside the exported draft so that it can be served: vLLM's settings and start line, and a Transformers script.
+"""What lies beside the exported draft so that it can be served: start lines of the engines, and a Transformers script.
 
 All of them name the draft relative to their own folder, so the folder can be moved or copied to another machine.
 """
@@ -15,6 +15,35 @@ target=${{TARGET:-$made_for}}
 if [ -d "$target" ]; then target=$(cd "$target" && pwd); fi
 cd "$(dirname "$0")" || exit 1
 exec vllm serve "$target" --speculative-config "$(cat speculative_config.json)" "$@"
+"""
+
+SGLANG_SH = """#!/bin/sh
+# Start SGLang with the draft (from its documentation; not run by Draftsmith). Another target: TARGET=<id or folder>.
+# A chain of {gamma} proposals: topk 1, and one more token to verify than there are draft steps.
+made_for={target}
+target=${{TARGET:-$made_for}}
+if [ -d "$target" ]; then target=$(cd "$target" && pwd); fi
+cd "$(dirname "$0")" || exit 1
+exec python -m sglang.launch_server --model-path "$target" --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path ./draft --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens {num_verified} "$@"
+"""
+
+TENSORRT_LLM_SH = """#!/bin/sh
+# Start TensorRT-LLM with the draft (from its documentation; not run by Draftsmith). Another target: TARGET=<id or folder>.
+made_for={target}
+target=${{TARGET:-$made_for}}
+if [ -d "$target" ]; then target=$(cd "$target" && pwd); fi
+cd "$(dirname "$0")" || exit 1
+exec trtllm-serve "$target" --extra_llm_api_options tensorrt_llm.yaml "$@"
+"""
+
+TENSORRT_LLM_YAML = """# PyTorch backend; speculative_model is relative to the folder in which the server starts.
+disable_overlap_scheduler: true
+speculative_config:
+  decoding_type: Draft_Target
+  max_draft_len: {gamma}
+  speculative_model: ./draft
 """
 
 ASSISTED_GENERATION = '''"""Assisted generation with Transformers: the draft in ./draft proposes, the target decides.
@@ -76,12 +105,19 @@ def write_serving_files(
     dtype: str,
     prompt: str = "Why is the sky blue?",
 ) -> None:
-    """Write `speculative_config.json`, `serve.sh` and `assisted_generation.py` into `folder`, beside `draft/`."""
+    """Write vLLM's, SGLang's and TensorRT-LLM's start lines and settings, and `assisted_generation.py`, beside `draft/`."""
     config = speculative_config(gamma=gamma, draft_sample_method=draft_sample_method)
     (folder / "speculative_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    script = folder / "serve.sh"
-    script.write_text(SERVE_SH.format(target=shlex.quote(target)), encoding="utf-8")
-    script.chmod(0o755)
+    for name, template in (
+        ("serve.sh", SERVE_SH),
+        ("sglang.sh", SGLANG_SH),
+        ("tensorrt_llm.sh", TENSORRT_LLM_SH),
+    ):
+        script = folder / name
+        text = template.format(target=shlex.quote(target), gamma=gamma, num_verified=gamma + 1)
+        script.write_text(text, encoding="utf-8")
+        script.chmod(0o755)
+    (folder / "tensorrt_llm.yaml").write_text(TENSORRT_LLM_YAML.format(gamma=gamma), encoding="utf-8")
     (folder / "assisted_generation.py").write_text(
         ASSISTED_GENERATION.format(target=target, dtype=dtype, prompt=prompt), encoding="utf-8"
     )

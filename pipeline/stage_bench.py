@@ -61,12 +61,14 @@ def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
     """
     config, bench = context.config, context.config.bench
     context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    limits = {"num_prompts": bench.num_prompts, "max_tokens": context_tokens - bench.max_new_tokens}
+    max_tokens = int(context_tokens) - bench.max_new_tokens
     if bench.prompts is None:
         rows = corpus_parts(context).test.select_columns(["prompt_id", "prompt_token_ids"])
-        return held_out_prompts(rows, **limits)
+        return held_out_prompts(rows, num_prompts=bench.num_prompts, max_tokens=max_tokens)
     tokenizer = load_tokenizer(context.target.path, config.target.trust_remote_code)
-    return file_prompts(bench.prompts, tokenizer, chat=config.target.chat, **limits)
+    return file_prompts(
+        bench.prompts, tokenizer, chat=config.target.chat, num_prompts=bench.num_prompts, max_tokens=max_tokens
+    )
 
 
 def bench_figures(rows: list[dict[str, Any]]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.context import StageContext
+from pipeline.corpus.mixture import sources_revision
 from pipeline.models import ModelRef, content_revision, obtain_model
 from pipeline.schema import Config
 from pipeline.store import file_revision, fingerprint_of
@@ -32,6 +33,7 @@ class Stage:
 #: Settings that the preflight estimates memory, disk and minutes from.
 ESTIMATED_FROM = (
     "corpus.num_prompts",
+    "corpus.samples_per_prompt",
     "corpus.max_prompt_tokens",
     "corpus.max_new_tokens",
     "corpus.max_question_tokens",
@@ -55,23 +57,23 @@ STAGES = (
         "pipeline.preflight:run_preflight",
     ),
     # Text that the target wrote, with its own log-probabilities.
-    Stage("corpus", 1, ("target", "corpus"), (), "pipeline.corpus.stage:run_corpus"),
+    Stage("corpus", 2, ("target", "corpus"), (), "pipeline.corpus.stage:run_corpus"),
     # The draft, trained on that text.
     Stage(
         "distill",
-        1,
+        2,
         ("draft", "loss", "train", "corpus.held_out_fraction"),
         ("corpus",),
         "pipeline.stage_distill:run_distill",
     ),
     # How often the target accepts it, on text that was held out.
-    Stage("eval", 1, ("eval",), ("corpus", "distill"), "pipeline.stage_eval:run_eval"),
+    Stage("eval", 2, ("eval",), ("corpus", "distill"), "pipeline.stage_eval:run_eval"),
     # What that is worth by the clock.
-    Stage("bench", 2, ("bench", "runtime"), ("corpus", "distill"), "pipeline.stage_bench:run_bench"),
+    Stage("bench", 3, ("bench", "runtime"), ("corpus", "distill"), "pipeline.stage_bench:run_bench"),
     # A folder that any server loads, with the report.
     Stage(
         "export",
-        1,
+        2,
         ("export", "target.name"),
         ("preflight", "corpus", "distill", "eval", "bench"),
         "pipeline.export:run_export",
@@ -86,6 +88,14 @@ NOT_IN_FINGERPRINT = frozenset(
         "target.name",
         "draft.path",
         "corpus.prompts",
+        "corpus.mixture",
+        # How the work is cut and carried; the rows and their order are the same.
+        "corpus.shard_rows",
+        "corpus.base_urls",
+        "corpus.num_in_flight",
+        "corpus.request_timeout_s",
+        "corpus.max_retries",
+        "eval.prompts",
         "bench.prompts",
         "preflight.min_free_disk_gib",
     }
@@ -124,7 +134,10 @@ def input_revisions(config: Config, target: ModelRef) -> dict[str, str]:
     revisions = {"target": target.revision}
     if config.draft.path is not None:
         revisions["draft"] = content_revision(obtain_model(config.draft.path, field="draft.path"))
-    for group, named in (("corpus", config.corpus.prompts), ("bench", config.bench.prompts)):
+    sources = sources_revision(config.corpus)
+    if sources is not None:
+        revisions["corpus"] = sources
+    for group, named in (("eval", config.eval.prompts), ("bench", config.bench.prompts)):
         if named is not None:
             revisions[group] = file_revision(Path(named)) if Path(named).is_file() else named
     return revisions

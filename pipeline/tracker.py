@@ -23,8 +23,14 @@ class Tracker:
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         """Numbers at a step of the stage; `nan` and `inf` are kept as they are."""
 
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Short texts that describe the run; a tag that is there is overwritten."""
+
     def log_figure(self, figure: "Figure", name: str) -> None:
         """A matplotlib figure, under a file name such as `acceptance.png`."""
+
+    def log_text(self, text: str, name: str) -> None:
+        """A text file, under a name whose ending says what it is, such as `viewer.html`."""
 
     def log_reference(self, name: str, path: Path) -> None:
         """Where an artifact lies; nothing is copied."""

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 MAX_BATCH = 100
-_TAG_HOST, _TAG_PROCESS = "draftsmith.host", "draftsmith.process"
+TAG_HOST, TAG_PROCESS = "draftsmith.host", "draftsmith.process"
 _REFUSALS = (
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_ALREADY_EXISTS",
@@ -38,7 +38,8 @@ _REFUSALS = (
     "BAD_REQUEST",
     "PERMISSION_DENIED",
 )
-_PARENT_TAG = "mlflow.parentRunId"
+PARENT_TAG = "mlflow.parentRunId"
+TAG_GROUP = "draftsmith.group"
 
 
 @contextmanager
@@ -51,16 +52,16 @@ def open_tracker(config: Config) -> Iterator[Tracker]:
     try:
         yield tracker
     except BaseException as error:
-        tracker.end(_status_of(error))
+        tracker.end(status_of(error))
         raise
     tracker.end("FINISHED")
 
 
-def _status_of(error: BaseException) -> str:
+def status_of(error: BaseException) -> str:
     return "FAILED" if isinstance(error, Exception) else "KILLED"
 
 
-def _never_fatal(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+def never_fatal(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """A failed call is warned about. Tracking ends with the first one that the server did not answer with a refusal:
     each further call would cost its timeout again.
     """
@@ -96,7 +97,7 @@ class MlflowTracker(Tracker):
     def __init__(self, config: Config) -> None:
         self.settings: TrackingConfig = config.tracking
         self.parent_id = self.run_id = self.experiment_id = ""
-        _prepare_environment(self.settings.timeout_s)
+        prepare_environment(self.settings.timeout_s)
         self.client = _connect(self.settings)
         self._open(config)
 
@@ -105,12 +106,14 @@ class MlflowTracker(Tracker):
         assert self.client is not None
         return self.client
 
-    @_never_fatal
+    @never_fatal
     def _open(self, config: Config) -> None:
         self.experiment_id = self._find_experiment(config)
         self._end_dead_runs()
-        name = f"{config.target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        tags = {_TAG_HOST: socket.gethostname(), _TAG_PROCESS: process_mark(os.getpid())}
+        name = self.settings.run_name or f"{config.target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        tags = {TAG_HOST: socket.gethostname(), TAG_PROCESS: process_mark(os.getpid())}
+        if self.settings.parent_run is not None:
+            tags[PARENT_TAG] = self.settings.parent_run
         self.parent_id = self.run_id = self._client.create_run(
             self.experiment_id, tags=tags, run_name=name
         ).info.run_id
@@ -127,9 +130,9 @@ class MlflowTracker(Tracker):
 
     def _end_dead_runs(self) -> None:
         """Runs of this machine whose process was killed would stay RUNNING for ever."""
-        query = f"attributes.status = 'RUNNING' and tags.`{_TAG_HOST}` = '{socket.gethostname()}'"
+        query = f"attributes.status = 'RUNNING' and tags.`{TAG_HOST}` = '{socket.gethostname()}'"
         for run in self._client.search_runs([self.experiment_id], query):
-            if not is_alive(run.data.tags.get(_TAG_PROCESS, "")):
+            if not is_alive(run.data.tags.get(TAG_PROCESS, "")):
                 self._client.set_terminated(run.info.run_id, "KILLED")
 
     def _log_params(self, params: Mapping[str, str]) -> None:
@@ -145,32 +148,32 @@ class MlflowTracker(Tracker):
         try:
             yield
         except BaseException as error:
-            self._close_stage(_status_of(error))
+            self._close_stage(status_of(error))
             raise
         self._close_stage("FINISHED")
 
-    @_never_fatal
+    @never_fatal
     def _open_stage(self, name: str, fingerprint: str) -> None:
         tags = {
-            _PARENT_TAG: self.parent_id,
+            PARENT_TAG: self.parent_id,
             "stage": name,
             "fingerprint": fingerprint,
-            _TAG_HOST: socket.gethostname(),
-            _TAG_PROCESS: process_mark(os.getpid()),
+            TAG_HOST: socket.gethostname(),
+            TAG_PROCESS: process_mark(os.getpid()),
         }
         self.run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
 
-    @_never_fatal
+    @never_fatal
     def _close_stage(self, status: str) -> None:
         self._client.set_terminated(self.run_id, status)
         self.run_id = self.parent_id
 
-    @_never_fatal
+    @never_fatal
     def end(self, status: str) -> None:
         """Close the parent run."""
         self._client.set_terminated(self.parent_id, status)
 
-    @_never_fatal
+    @never_fatal
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         from mlflow.entities import Metric
 
@@ -179,15 +182,24 @@ class MlflowTracker(Tracker):
         for start in range(0, len(entries), MAX_BATCH):
             self._client.log_batch(self.run_id, metrics=entries[start : start + MAX_BATCH])
 
-    @_never_fatal
+    @never_fatal
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self._client.set_tag(self.run_id, name, value)
+
+    @never_fatal
     def log_figure(self, figure: "Figure", name: str) -> None:
         self._client.log_figure(self.run_id, figure, name)
 
-    @_never_fatal
+    @never_fatal
+    def log_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.run_id, text, name)
+
+    @never_fatal
     def log_reference(self, name: str, path: Path) -> None:
         self._client.set_tag(self.run_id, f"artifact.{name}", _uri(path))
 
-    @_never_fatal
+    @never_fatal
     def log_corpus(self, folder: Path, *, digest: str, num_rows: int) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -203,7 +215,7 @@ class MlflowTracker(Tracker):
             self.run_id, [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])]
         )
 
-    @_never_fatal
+    @never_fatal
     def log_draft(self, folder: Path, *, name: str, figures: Mapping[str, float]) -> None:
         import mlflow
         from mlflow.entities import LoggedModelOutput
@@ -254,7 +266,7 @@ def _model_name(name: str) -> str:
     return "".join("-" if character in "/:.%\"' " else character for character in name)
 
 
-def _prepare_environment(timeout_s: float) -> None:
+def prepare_environment(timeout_s: float) -> None:
     """Settings that mlflow reads once; a user's own values win."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, round(timeout_s))))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -1,6 +1,7 @@
 """Are the weight files of a model folder whole and finite? Headers and one tensor at a time, never the whole model."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from pipeline.compat import ERROR, WARNING, Finding, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
+SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -19,6 +21,19 @@ def weight_files(folder: Path) -> list[Path]:
         index = read_json(folder / INDEX_NAME).get("weight_map", {})
         return [folder / name for name in sorted(set(index.values()))]
     return sorted(folder.glob("*.safetensors"))
+
+
+def _check_names(folder: Path, files: list[Path], *, who: str) -> list[Finding]:
+    """Shards without their index, or fewer than their names say: such a folder does not load."""
+    shards = [found for path in files if (found := SHARD_NAME.search(path.name))]
+    if (folder / INDEX_NAME).is_file() or not shards or (folder / "model.safetensors").is_file():
+        return []
+    num_named = int(shards[0].group(2))
+    message = (
+        f"the {who}'s weights are {len(shards)} of {num_named} shards, and {INDEX_NAME}, which says what lies where, is missing: "
+        "download or write the model again"
+    )
+    return [Finding("broken_shard", ERROR, message)]
 
 
 def pickle_files(folder: Path) -> list[Path]:
@@ -50,7 +65,7 @@ def check_weight_files(folder: Path, *, who: str, check_values: bool = True) -> 
                 )
             ]
         return [Finding("missing_weights", ERROR, f"the {who}'s folder {folder} holds no *.safetensors file")]
-    findings = []
+    findings = _check_names(folder, files, who=who)
     found: set[str] = set()
     for path in files:
         try:

@@ -75,6 +75,21 @@ class SlotLayer(CacheLayerMixin):
                 slots = flat.view(self.num_slots, self.capacity, *flat.shape[1:])
                 slots[destination, :num_positions] = slots[source, :num_positions]
 
+    def copy_of(self, slot: int, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, K, D] of a slot's first positions."""
+        keys, values = (
+            flat[slot * self.capacity : slot * self.capacity + num_positions].clone()
+            for flat in (self.keys, self.values)
+            if flat is not None
+        )
+        return keys, values
+
+    def put(self, slot: int, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Writes a `copy_of` into a slot."""
+        for flat, copy in zip((self.keys, self.values), keys_values, strict=True):
+            assert flat is not None
+            flat[slot * self.capacity : slot * self.capacity + len(copy)] = copy
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_cached, 0
 
@@ -110,6 +125,15 @@ class SlotCache(Cache):
             num_rows,
             num_cached,
         )
+
+    def copy_of(self, slot: int, num_positions: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a slot's first positions, layer by layer."""
+        return [layer.copy_of(slot, num_positions) for layer in self.slot_layers]
+
+    def put(self, slot: int, layers: list[tuple[Tensor, Tensor]]) -> None:
+        """Writes a `copy_of` into a slot."""
+        for layer, keys_values in zip(self.slot_layers, layers, strict=True):
+            layer.put(slot, keys_values)
 
     def move_slot(self, source: int, destination: int, num_positions: int) -> None:
         """Copies a sequence to another slot."""

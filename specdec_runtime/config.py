@@ -42,6 +42,7 @@ class DecoderConfig:
     # Numerics and speed
     verify_width: Optional[int] = None
     width_invariant: bool = False
+    pack_weights: bool = True
     compile: bool = False
     cuda_graphs: bool = True
 

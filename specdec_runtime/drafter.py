@@ -53,7 +53,7 @@ class Drafter:
         options: Optional[StepOptions] = None,
     ) -> None:
         self.runner = ModelRunner(
-            model if vocab_ids is None else with_trimmed_head(model, vocab_ids), "draft"
+            model if vocab_ids is None else with_trimmed_head(model, vocab_ids), "draft", options
         )
         self.sampler, self.confidence, self.max_spread = sampler, confidence, max_spread
         # The target may commit an id that a draft with a narrower vocabulary has not: it guesses badly there, no more.

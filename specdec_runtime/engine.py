@@ -3,7 +3,7 @@
 Shape legend: B rows (active requests), W width of a target forward, G proposed positions, T = G + 1, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -17,8 +17,9 @@ from specdec_runtime.drafter import Drafter, Proposal
 from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.gamma import GammaPolicy, RoundReport, make_gamma_policy
 from specdec_runtime.judge import Judge, Judgement
-from specdec_runtime.limits import Limits
-from specdec_runtime.prefill import prompt_logits
+from specdec_runtime.limits import Limits, eos_ids_of
+from specdec_runtime.observe import OnRound, report_rounds
+from specdec_runtime.prefill import SharedPrefix, prompt_logits
 from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
 from specdec_runtime.stats import Stats
@@ -34,6 +35,7 @@ class SpeculativeDecoder:
         config: see `DecoderConfig`.
         draft_vocab_ids: sorted ids that the draft's head is trimmed to, or None.
         detokenize: ids -> text; needed for stop strings, and gives `Output.text`.
+        on_round: called with each row's `RoundRecord` after each round, for those who want to look on.
 
     Raises:
         ValueError: a model cannot be used, memory does not suffice, or a request does not fit; names what and why.
@@ -47,11 +49,10 @@ class SpeculativeDecoder:
         *,
         draft_vocab_ids: Optional[Tensor] = None,
         detokenize: Optional[Detokenize] = None,
+        on_round: Optional[OnRound] = None,
     ) -> None:
         self.config = config or DecoderConfig()
-        options = StepOptions(
-            self.config.compile, self.config.cuda_graphs, pads_rows=self.config.width_invariant
-        )
+        options = StepOptions.of(self.config)
         self.target = ModelRunner(target_model, "target", options)
         self.device = self.target.device
         self.drafter: Optional[Drafter] = None
@@ -66,13 +67,15 @@ class SpeculativeDecoder:
                 options=options,
             )
         self.detokenize = detokenize
-        self.eos_ids = _eos_ids(target_model)
+        self.on_round = on_round
+        self.eos_ids = eos_ids_of(target_model)
         self.stats = Stats()
         self._limits = Limits(self.config, self.target, self.drafter)
         self._gamma: GammaPolicy = make_gamma_policy(self.config)
         self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
         self._watch = Stopwatch(self.device)
         self._batch: Optional[Batch] = None
+        self._prefix: Optional[SharedPrefix] = None
         self._is_busy = False
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
@@ -83,25 +86,44 @@ class SpeculativeDecoder:
                 outputs[event.request_index] = event.output
         return [outputs[i] for i in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
-        """Yields tokens as they are committed. Tokens that a stop string may still take back are held until it cannot."""
-        return self._events(requests)
+    def stream(
+        self, requests: Iterable[Request], *, shared_prefix: Sequence[int] = ()
+    ) -> Iterator[StreamEvent]:
+        """Yields tokens as they are committed. Tokens that a stop string may still take back are held until it cannot.
 
-    def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+        A sequence is checked as a whole before anything is decoded. Any other iterable is read, and each request
+        checked, when a slot is free for it, so that there may be millions; it needs `DecoderConfig.max_length`.
+        Prompts that begin with `shared_prefix` have the target's keys and values of it copied.
+        """
+        return self._events(requests, shared_prefix)
+
+    def _events(
+        self, requests: Iterable[Request], shared_prefix: Sequence[int] = ()
+    ) -> Iterator[StreamEvent]:
         if self._is_busy:
             raise ValueError(
                 "this decoder is in the middle of a stream; exhaust or close it, or make another decoder"
             )
-        rows = [self._new_row(i, request) for i, request in enumerate(requests)]
-        self._limits.allocate(rows)
+        rows: Iterable[Row] = (self._new_row(i, request) for i, request in enumerate(requests))
+        if isinstance(requests, Sequence):
+            rows = list(rows)
+            self._limits.allocate(rows)
+        else:
+            self._limits.allocate_for_any()
         scheduler = Scheduler(rows, self.config.max_batch_size)
         self._is_busy = True
         try:
+            self._share(shared_prefix if not scheduler.is_done else ())
             while not scheduler.is_done:
                 yield from self._advance(scheduler)
         finally:
             self._is_busy = False
         self._limits.warn_if_not_accepted(self.stats)
+
+    @torch.inference_mode()
+    def _share(self, token_ids: Sequence[int]) -> None:
+        chunk = self.config.prefill_chunk_tokens
+        self._prefix = SharedPrefix(self.target, token_ids, chunk=chunk) if token_ids else None
 
     def _advance(self, scheduler: Scheduler) -> list[StreamEvent]:
         """Admits what fits, or else decodes one round; returns what was committed."""
@@ -146,6 +168,8 @@ class SpeculativeDecoder:
                 [row.token_ids for row in rows],
                 first_slot=first_slot,
                 chunk=self.config.prefill_chunk_tokens,
+                one_by_one=self.config.width_invariant,
+                prefix=self._prefix,
             )
         batch = self._batch_of(rows)
         judgement = self._judge(logits, None, batch, batch.noise(1))
@@ -176,6 +200,8 @@ class SpeculativeDecoder:
             logits = self._verify_forward(batch, proposal, width)
         judgement = self._judge(logits, proposal, batch, uniform_PBT)
         self._commit(batch, judgement, scheduler.now_s())
+        if self.on_round is not None:
+            report_rounds(self.on_round, rows, proposal)
         self._account(rows, judgement, wanted, width, (scheduler.now_s() - start_s) * 1e3)
 
     def _verify_forward(self, batch: Batch, proposal: Optional[Proposal], width: int) -> Tensor:
@@ -229,24 +255,14 @@ class SpeculativeDecoder:
     def _retire(self, scheduler: Scheduler) -> list[Row]:
         finished, moves = scheduler.retire()
         for source, destination in moves:
-            row = scheduler.active[destination] if destination < len(scheduler.active) else None
-            if row is not None and row.finish_reason is None:
-                assert self.target.cache is not None
-                self.target.cache.move_slot(source, destination, len(row.token_ids))
-                if self.drafter is not None and self.drafter.runner.cache is not None:
-                    self.drafter.runner.cache.move_slot(source, destination, row.draft_valid)
+            row = scheduler.active[destination]
+            assert self.target.cache is not None
+            self.target.cache.move_slot(source, destination, len(row.token_ids))
+            if self.drafter is not None and self.drafter.runner.cache is not None:
+                self.drafter.runner.cache.move_slot(source, destination, row.draft_valid)
         if finished:
             self._batch = None
         return finished
 
     def _batch_of(self, rows: Sequence[Row]) -> Batch:
         return Batch(rows, vocab_size=self.target.vocab_size, device=self.device)
-
-
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

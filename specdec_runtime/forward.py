@@ -3,9 +3,7 @@
 Shape legend: B rows, L positions of the block, V vocabulary.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -14,17 +12,27 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.attention import attention_of_runtime, causal_mask
 from specdec_runtime.cache import SCRATCH, SlotCache, kv_bytes_per_position
+from specdec_runtime.config import DecoderConfig
 from specdec_runtime.graphs import GraphedSteps
+from specdec_runtime.packed import packed
 
+#: Packed linear layers take no longer for this many tokens than for one, which has a kernel of its own that rounds otherwise.
+MIN_STEP_TOKENS = 4
 LENGTH_STEP = 64  # attended lengths are rounded up to this: few shapes, and vector kernels without a tail
 
 
 class StepOptions(NamedTuple):
-    """How decode steps are run. `pads_rows`: each one has as many rows as there are slots."""
+    """How forwards are run. `pads_rows`: each decode step has as many rows as there are slots."""
 
     compile: bool = False
     cuda_graphs: bool = False
     pads_rows: bool = False
+    pack_weights: bool = False
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "StepOptions":
+        """What the engine's settings say."""
+        return cls(config.compile, config.cuda_graphs, config.width_invariant, config.pack_weights)
 
 
 class ModelRunner:
@@ -46,11 +54,16 @@ class ModelRunner:
                 "runtime cannot mask it per row; use an architecture that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ...)"
             )
         options = options or StepOptions()
-        self.model, self.role = model.eval(), role
+        self.role = role
+        # Compiled code calls its own kernels, over weights in their ordinary layout.
+        self.model = (
+            packed(model.eval(), role) if options.pack_weights and not options.compile else model.eval()
+        )
         self.device, self.dtype = model.device, model.dtype
         # dynamic=True: attended lengths and batch sizes change all the time, and each must not be compiled anew.
-        self._step_model = torch.compile(model, dynamic=True) if options.compile else model
+        self._step_model = torch.compile(model, dynamic=True) if options.compile else self.model
         self._graphs = GraphedSteps() if options.cuda_graphs and self.device.type == "cuda" else None
+        self._min_step_tokens = 1 if self.model is model else MIN_STEP_TOKENS
         self._pads_rows = options.pads_rows or self._graphs is not None
         config = model.config.get_text_config()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -109,8 +122,28 @@ class ModelRunner:
     ) -> Tensor:
         """A decode forward over the first slots, as `forward`, by CUDA graph or compiled code where that is on.
 
-        The logits may be overwritten by the next step.
+        The logits may be overwritten by the next step. Blocks of very few tokens are padded: the positions behind them are
+        written by a later step before anything reads them.
         """
+        assert self.cache is not None
+        num_rows, num_positions = ids_BL.shape
+        num_rows = self.cache.num_slots if self._pads_rows else num_rows
+        num_padding = -(-self._min_step_tokens // num_rows) - num_positions
+        if num_padding <= 0:
+            return self._step(ids_BL, starts_B, num_cached, num_logits, sits_out_B)
+        padded_BL = nn.functional.pad(ids_BL, (0, num_padding))
+        logits = self._step(padded_BL, starts_B, num_cached, None, sits_out_B)
+        first = 0 if num_logits is None else num_positions - num_logits
+        return logits[:, first:num_positions]
+
+    def _step(
+        self,
+        ids_BL: Tensor,
+        starts_B: Tensor,
+        num_cached: int,
+        num_logits: Optional[int],
+        sits_out_B: Optional[Tensor],
+    ) -> Tensor:
         assert self.cache is not None
         num_cached, num_rows = self._rounded(num_cached), ids_BL.shape[0]
         if not self._pads_rows:
@@ -209,15 +242,3 @@ def _context_of(config: Any) -> int:
 def padded_capacity(capacity: int) -> int:
     """Positions per slot: rounded up, with the scratch positions behind."""
     return -(-capacity // LENGTH_STEP) * LENGTH_STEP + SCRATCH
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Free memory of the device, or of the host for a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -134,7 +134,9 @@ class Judge:
 
 
 def _add_logprobs(judgement: Judgement, logits_BTV: Tensor, block_BT: Tensor, k: int) -> None:
-    logprobs_BTV = logits_BTV.float().log_softmax(dim=2)
-    judgement.token_logprobs = logprobs_BTV.gather(2, block_BT[:, :, None]).squeeze(2).tolist()
-    top = logprobs_BTV.topk(min(k, logprobs_BTV.shape[2]), dim=2)
-    judgement.top_ids, judgement.top_logprobs = top.indices.tolist(), top.values.tolist()
+    logits_BTV = logits_BTV.float()
+    logsumexp_BT1 = logits_BTV.logsumexp(dim=2, keepdim=True)
+    chosen_BT1 = logits_BTV.gather(2, block_BT[:, :, None]) - logsumexp_BT1
+    judgement.token_logprobs = chosen_BT1.squeeze(2).tolist()
+    top = logits_BTV.topk(min(k, logits_BTV.shape[2]), dim=2)
+    judgement.top_ids, judgement.top_logprobs = top.indices.tolist(), (top.values - logsumexp_BT1).tolist()

@@ -4,9 +4,12 @@ import logging
 from collections.abc import Sequence
 from typing import Optional
 
+from transformers import PreTrainedModel
+
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.drafter import Drafter
-from specdec_runtime.forward import ModelRunner, free_memory_bytes
+from specdec_runtime.forward import ModelRunner
+from specdec_runtime.memory import free_memory_bytes
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stats import Stats
@@ -61,12 +64,26 @@ class Limits:
         if not rows:
             return
         longest = max(len(row.token_ids) + row.request.max_new_tokens for row in rows)
-        capacity = self.config.max_length or longest
-        # Room for a block that is padded behind the last token of a full row.
-        capacity += max(self.config.fixed_width or 0, self.config.num_speculative_tokens + 1)
         num_slots = self.config.max_batch_size
         if not self.config.width_invariant:
             num_slots = min(num_slots, len(rows))
+        self._allocate(num_slots, self.config.max_length or longest)
+
+    def allocate_for_any(self) -> None:
+        """Allocates the caches for rows that are not known yet: all slots, `max_length` tokens each.
+
+        Raises:
+            ValueError: no `max_length`, or as `allocate`.
+        """
+        if self.config.max_length is None:
+            raise ValueError(
+                "max_length=null: an open stream of requests needs the length of the longest one"
+            )
+        self._allocate(self.config.max_batch_size, self.config.max_length)
+
+    def _allocate(self, num_slots: int, capacity: int) -> None:
+        # Room for a block that is padded behind the last token of a full row.
+        capacity += max(self.config.fixed_width or 0, self.config.num_speculative_tokens + 1)
         plans = [("target", self.target, capacity)]
         if self.drafter is not None:
             plans.append(("draft", self.drafter.runner, min(capacity, self.drafter.runner.context)))
@@ -138,3 +155,13 @@ class Limits:
                 100 * rate,
                 self.config.min_conditional_acceptance,
             )
+
+
+def eos_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end an output: the generation config's, else the config's; possibly none."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)

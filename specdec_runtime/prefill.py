@@ -1,7 +1,7 @@
 """Feeds whole prompts (and what a draft has missed) into the slots: in chunks, short ones several rows at a time."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -18,6 +18,25 @@ class Feed(NamedTuple):
     start: int
 
 
+class SharedPrefix:
+    """Tokens with which many prompts begin, such as a system prompt: run once, and copied into each such prompt's slot."""
+
+    def __init__(self, runner: ModelRunner, token_ids: Sequence[int], *, chunk: int) -> None:
+        assert runner.cache is not None
+        self.runner, self.token_ids = runner, list(token_ids)
+        runner.prefill(self.token_ids, 0, slot=0, chunk=chunk, wants_logits=False)
+        self._layers = runner.cache.copy_of(0, len(self.token_ids))
+
+    def rest(self, slot: int, prompt: Sequence[int]) -> Feed:
+        """What is left to be fed of a prompt; all of it where it begins otherwise."""
+        num = len(self.token_ids)
+        if len(prompt) <= num or list(prompt[:num]) != self.token_ids:
+            return Feed(slot, prompt, 0)
+        assert self.runner.cache is not None
+        self.runner.cache.put(slot, self._layers)
+        return Feed(slot, prompt[num:], num)
+
+
 def feed_all(runner: ModelRunner, feeds: Sequence[Feed], *, chunk: int) -> None:
     """Writes the feeds' keys and values; neighbouring slots share a forward of up to `chunk` tokens, padding included."""
     for group in _groups(feeds, chunk, runner):
@@ -30,18 +49,32 @@ def feed_all(runner: ModelRunner, feeds: Sequence[Feed], *, chunk: int) -> None:
 
 
 def prompt_logits(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]], *, first_slot: int, chunk: int
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    first_slot: int,
+    chunk: int,
+    one_by_one: bool = False,
+    prefix: Optional[SharedPrefix] = None,
 ) -> Tensor:
-    """Feeds the prompts into consecutive slots; returns the logits [B, 1, V] after the last token of each."""
+    """Feeds the prompts into consecutive slots; returns the logits [B, 1, V] after the last token of each.
+
+    `one_by_one`: no two prompts share a forward, whose shape would decide how each one's numbers are rounded.
+    """
     logits = []
-    feeds = [Feed(first_slot + i, prompt, 0) for i, prompt in enumerate(prompts)]
-    for group in _groups(feeds, chunk, runner):
+    feeds = [
+        Feed(first_slot + i, prompt, 0) if prefix is None else prefix.rest(first_slot + i, prompt)
+        for i, prompt in enumerate(prompts)
+    ]
+    for group in [[feed] for feed in feeds] if one_by_one else _groups(feeds, chunk, runner):
         if len(group) == 1:
-            last = runner.prefill(group[0].token_ids, 0, slot=group[0].slot, chunk=chunk, wants_logits=True)
+            last = runner.prefill(
+                group[0].token_ids, group[0].start, slot=group[0].slot, chunk=chunk, wants_logits=True
+            )
         else:
             # All but the last tokens without the head, which is then run on one position per row only.
-            _feed_padded(runner, [Feed(f.slot, f.token_ids[:-1], 0) for f in group])
-            starts = [len(f.token_ids) - 1 for f in group]
+            _feed_padded(runner, [Feed(f.slot, f.token_ids[:-1], f.start) for f in group])
+            starts = [f.start + len(f.token_ids) - 1 for f in group]
             last = runner.forward(
                 torch.tensor([[f.token_ids[-1]] for f in group], device=runner.device),
                 torch.tensor(starts, device=runner.device),

@@ -1,7 +1,6 @@
 """Rows and slots: who decodes, who waits, and what a row has committed."""
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
@@ -123,20 +122,26 @@ class Row:
 
 
 class Scheduler:
-    """Waiting requests and the rows in the slots; active rows always fill the first slots."""
+    """Waiting requests and the rows in the slots; active rows always fill the first slots.
+
+    `rows` is read one row ahead of what the slots hold, so that it may be a stream of any length.
+    """
 
     def __init__(self, rows: Iterable[Row], num_slots: int) -> None:
-        self.waiting, self.active, self.num_slots = deque(rows), list[Row](), num_slots
+        self._source, self.active, self.num_slots = iter(rows), list[Row](), num_slots
         self.start_s = time.perf_counter()
+        self._next = next(self._source, None)
 
     @property
     def is_done(self) -> bool:
-        return not self.waiting and not self.active
+        return self._next is None and not self.active
 
     def admit(self) -> list[Row]:
         """Waiting rows for the free slots; they are now in the slots behind the active ones."""
-        num_free = self.num_slots - len(self.active)
-        admitted = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+        admitted: list[Row] = []
+        while self._next is not None and len(self.active) + len(admitted) < self.num_slots:
+            admitted.append(self._next)
+            self._next = next(self._source, None)
         self.active.extend(admitted)
         return admitted
 
@@ -146,12 +151,14 @@ class Scheduler:
 
     def retire(self) -> tuple[list[Row], list[tuple[int, int]]]:
         """Takes the finished rows out. Returns them and the moves (source slot, destination slot) that keep the active
-        rows in the first slots."""
-        finished, moves = [row for row in self.active if row.finish_reason is not None], []
-        for row in finished:
-            slot = next(i for i, other in enumerate(self.active) if other is row)
-            last = self.active.pop()
-            if last is not row:
-                self.active[slot] = last
-                moves.append((len(self.active), slot))
+        rows in the first slots. No slot is in two moves, so that their order does not matter."""
+        finished = [row for row in self.active if row.finish_reason is not None]
+        num_left = len(self.active) - len(finished)
+        holes = [slot for slot in range(num_left) if self.active[slot].finish_reason is not None]
+        behind = range(num_left, len(self.active))
+        late = [slot for slot in behind if self.active[slot].finish_reason is None]
+        moves = list(zip(late, holes, strict=True))
+        for source, destination in moves:
+            self.active[destination] = self.active[source]
+        del self.active[num_left:]
         return finished, moves

@@ -108,4 +108,5 @@ def sample_by_inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     at_B1 = torch.minimum(
         uniform_B[:, None].to(cdf_BV.dtype) * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1))
     )
-    return torch.searchsorted(cdf_BV, at_B1, right=True).squeeze(1)
+    # Only weights that are no numbers give an id behind the last one: that row's output means nothing, the others' does.
+    return torch.searchsorted(cdf_BV, at_B1, right=True).squeeze(1).clamp_(max=weights_BV.shape[1] - 1)

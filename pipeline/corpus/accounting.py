@@ -1,10 +1,18 @@
 """The row accounting of a corpus: requested = written + skipped + failed, each row counted once, with its reason."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.corpus.answer_folder import failed_rows, shard_tables
+
 _NUM_NAMED = 10
+_COUNTED = ["finish_reason", "prompt_token_ids", "response_token_ids"]
 
 
 @dataclass
@@ -30,12 +38,19 @@ class Accounting:
         self.failed[reason] += 1
         self._name(reason, row)
 
-    def write(self, *, finish_reason: str, num_prompt_tokens: int, num_response_tokens: int) -> None:
-        """Count a row that lies in a shard."""
-        self.num_written += 1
-        self.finish_reason[finish_reason] += 1
-        self.num_prompt_tokens += num_prompt_tokens
-        self.num_response_tokens += num_response_tokens
+    def write(self, table: pa.Table) -> None:
+        """Count the rows of a shard, of which `_COUNTED` columns are enough; its failed rows too."""
+        self.num_written += len(table)
+        self.finish_reason.update(table.column("finish_reason").to_pylist())
+        self.num_prompt_tokens += _num_items(table.column("prompt_token_ids"))
+        self.num_response_tokens += _num_items(table.column("response_token_ids"))
+        for failed in failed_rows(table.schema):
+            self.fail(failed.reason, failed.row)
+
+    def count_shards(self, files: Sequence[Path]) -> None:
+        """Count what lies on disk, shard by shard."""
+        for table in shard_tables(files, _COUNTED):
+            self.write(table)
 
     def _name(self, reason: str, row: str) -> None:
         named = self.examples.setdefault(reason, [])
@@ -51,13 +66,21 @@ class Accounting:
         return {
             "requested": self.num_requested,
             "written": self.num_written,
-            "skipped": dict(sorted(self.skipped.items())),
-            "failed": dict(sorted(self.failed.items())),
+            "skipped": _sorted(self.skipped.items()),
+            "failed": _sorted(self.failed.items()),
             "num_skipped": num_skipped,
             "num_failed": num_failed,
-            "examples": dict(sorted(self.examples.items())),
+            "examples": {reason: sorted(rows) for reason, rows in sorted(self.examples.items())},
             "finish_reason": {reason: self.finish_reason[reason] for reason in ("stop", "length")},
             "num_truncated": self.finish_reason["length"],
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_response_tokens": self.num_response_tokens,
         }
+
+
+def _sorted(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    return dict(sorted(items))
+
+
+def _num_items(column: pa.ChunkedArray) -> int:
+    return int(pc.sum(pc.list_value_length(column)).as_py() or 0)

@@ -1,141 +1,163 @@
-"""The target's answers, shard by shard: which rows lie in which shard follows from the prompts alone."""
+"""From a stream of rows to shards: what is done is skipped, what another worker does is left to it, the rest is answered.
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+The stream is iterated anew in each pass, and must be the same each time. Only rows under way are held in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Optional
 
-import pyarrow as pa
-
-from pipeline.corpus.accounting import Accounting
-from pipeline.corpus.generate import Generation, Generator, Job, Sampling
+from pipeline.corpus.answer_folder import AnswerFolder, row_key
+from pipeline.corpus.backends.base import CorpusBackend, FinishedRow, Options
+from pipeline.corpus.claims import Claims
+from pipeline.corpus.hash_table import HashSet
 from pipeline.corpus.progress import CorpusProgress
-from pipeline.corpus.prompts import Prompt
-from pipeline.corpus.shards import ANSWER_SCHEMA, ShardFolder, nested_topk
-from pipeline.schema import CorpusConfig
+from pipeline.corpus.rows import Row
 
-_FAILED_KEY = b"draftsmith.failed"
+CLAIM_ROWS = 64
+#: A shard is also written when its rows take this much memory.
+SHARD_BYTES = 2**26
+_TOKEN_BYTES, _CANDIDATE_BYTES = 32, 6  # a Python int in a list; int32 id and fp16 log-probability
 
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """The rows of one shard: one temperature, prompts of like length."""
-
-    index: int
-    temperature: float
-    prompts: tuple[Prompt, ...]
-    seeds: tuple[int, ...]
-
-
-def plan_shards(prompts: Sequence[Prompt], corpus: CorpusConfig) -> list[ShardPlan]:
-    """Deal the temperatures out over the prompts in turn, then cut each temperature's prompts, longest first."""
-    plans: list[ShardPlan] = []
-    num_temperatures = len(corpus.temperatures)
-    for offset, temperature in enumerate(corpus.temperatures):
-        mine = sorted(
-            prompts[offset::num_temperatures], key=lambda prompt: (-len(prompt.token_ids), prompt.prompt_id)
-        )
-        for start in range(0, len(mine), corpus.shard_rows):
-            chunk = tuple(mine[start : start + corpus.shard_rows])
-            seeds = tuple(row_seed(corpus.seed, prompt, temperature) for prompt in chunk)
-            plans.append(ShardPlan(len(plans), temperature, chunk, seeds))
-    return plans
-
-
-def row_seed(seed: int, prompt: Prompt, temperature: float) -> int:
-    """A row's own seed (63 bits), from the corpus's seed and the row's content."""
-    digest = hashlib.sha256(f"answer:{seed}:{prompt.prompt_id}:{temperature}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+OpenRows = Callable[[], Iterator[Row]]
 
 
 def write_answers(
-    plans: Sequence[ShardPlan],
+    open_rows: OpenRows,
     folder: Path,
     *,
-    generator: Generator,
-    corpus: CorpusConfig,
-    stop_token_ids: frozenset[int],
-    accounting: Accounting,
+    backend: CorpusBackend,
+    options: Options,
+    shard_rows: int,
     progress: CorpusProgress,
-) -> None:
-    """Generate and write the shards that are not there yet, and account for the rows of all.
+) -> AnswerFolder:
+    """Have every row answered and written, by this worker or by others on the same folder.
+
+    Args:
+        open_rows: gives the stream of all rows, once per pass.
+        folder: where the shards lie; `claims.lock` lies beside it.
 
     Raises:
-        ValueError: a shard cannot be written.
+        ValueError: a shard cannot be written, or the engine fails; finished rows are on disk by then.
     """
-    shards = ShardFolder(folder, ANSWER_SCHEMA)
-    num_rows = sum(len(plan.prompts) for plan in plans)
-    progress.start("answers", num_rows=num_rows, max_tokens_per_row=corpus.max_new_tokens)
-    for plan in plans:
-        table = _finished(shards.read(plan.index), plan)
-        reused = table is not None
-        if table is None:
-            sampling = Sampling(plan.temperature, corpus.max_new_tokens, stop_token_ids, topk=corpus.topk)
-            jobs = [
-                Job(prompt.token_ids, seed) for prompt, seed in zip(plan.prompts, plan.seeds, strict=True)
+    answers = AnswerFolder(folder)
+    claims = Claims(folder.parent / "claims.lock")
+    try:
+        left: Optional[set[int]] = None
+        while True:
+            a_pass = _Pass(answers, claims, shard_rows, progress, left)
+            a_pass.run(open_rows(), backend, options)
+            for block in a_pass.postponed:
+                claims.wait(block)
+            answers.refresh()
+            left = set(a_pass.postponed) or None
+            if left is None and not _drop_foreign(answers, open_rows, a_pass.num_rows):
+                return answers
+    finally:
+        claims.close()
+
+
+def _drop_foreign(answers: AnswerFolder, open_rows: OpenRows, num_rows: int) -> bool:
+    """Remove shards with rows that are not in the stream; True where rows have to be made again."""
+    if len(answers.done) == num_rows:
+        return False
+    wanted = HashSet()
+    for row in open_rows():
+        assert wanted.add(row_key(row.prompt_id, row.seed)), f"two rows have one identity: {row.row_id}"
+    answers.drop_foreign(wanted)
+    return True
+
+
+class _Pass:
+    """One walk over the stream. `blocks` are those that it is about, None for all.
+
+    `_open` counts the rows of each claimed block that are not on disk yet.
+    """
+
+    def __init__(
+        self,
+        answers: AnswerFolder,
+        claims: Claims,
+        shard_rows: int,
+        progress: CorpusProgress,
+        blocks: Optional[set[int]],
+    ) -> None:
+        self.answers, self.claims, self.shard_rows, self.progress = answers, claims, shard_rows, progress
+        self.blocks = blocks
+        self.num_rows = 0
+        self.postponed: list[int] = []
+        self._open: dict[int, int] = {}
+        self._block_of: dict[int, int] = {}
+        self._buffer: list[FinishedRow] = []
+        self._num_bytes = 0
+
+    def run(self, rows: Iterator[Row], backend: CorpusBackend, options: Options) -> None:
+        """Answer what nobody has; what has finished is written, whatever happens."""
+        try:
+            for finished in backend.generate(self._missing(rows), options):
+                self._add(finished)
+        except BaseException:
+            with suppress(ValueError):  # the disk is full: the first error says more
+                self._flush()
+            raise
+        self._flush()
+        assert not self._open and not self._block_of, "a backend lost a row"
+
+    def _missing(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for block, chunk in enumerate(_chunks(rows)):
+            keys = [row_key(row.prompt_id, row.seed) for row in chunk]
+            self.num_rows += len(chunk)
+            is_other = self.blocks is not None and block not in self.blocks
+            if is_other or self._is_done(keys) or not self._claim(block):
+                continue
+            self.answers.refresh()  # what the block's last holder wrote
+            missing = [
+                (row, key) for row, key in zip(chunk, keys, strict=True) if key not in self.answers.done
             ]
-            table = _table(plan, generator.generate(jobs, sampling, progress.tokens))
-            shards.write_table(plan.index, table)
-        _account(table, plan, accounting)
-        progress.rows_done(len(plan.prompts), reused=reused)
+            self.progress.rows_done(len(chunk) - len(missing), reused=True)
+            if not missing:
+                self.claims.release(block)
+                continue
+            self._open[block] = len(missing)
+            for row, key in missing:
+                self._block_of[key] = block
+                yield row
+
+    def _is_done(self, keys: list[int]) -> bool:
+        if not all(key in self.answers.done for key in keys):
+            return False
+        self.progress.rows_done(len(keys), reused=True)
+        return True
+
+    def _claim(self, block: int) -> bool:
+        if not self.claims.take(block):
+            self.postponed.append(block)
+            return False
+        return True
+
+    def _add(self, finished: FinishedRow) -> None:
+        self._buffer.append(finished)
+        num_candidates = 0 if finished.topk_ids is None else finished.topk_ids.size
+        self._num_bytes += len(finished.token_ids) * _TOKEN_BYTES + num_candidates * _CANDIDATE_BYTES
+        if len(self._buffer) >= self.shard_rows or self._num_bytes >= SHARD_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._buffer:
+            return
+        self.answers.write(self._buffer)
+        self.progress.rows_done(len(self._buffer), reused=False)
+        for finished in self._buffer:
+            block = self._block_of.pop(row_key(finished.row.prompt_id, finished.row.seed))
+            self._open[block] -= 1
+            if not self._open[block]:
+                del self._open[block]
+                self.claims.release(block)
+        self._buffer, self._num_bytes = [], 0
 
 
-def _finished(table: Optional[pa.Table], plan: ShardPlan) -> Optional[pa.Table]:
-    """The shard, if it holds the plan's rows and no others."""
-    if table is None:
-        return None
-    failed = _failed(table)
-    expected = [prompt.prompt_id for prompt in plan.prompts if prompt.prompt_id not in failed]
-    same = table.column("prompt_id").to_pylist() == expected
-    return table if same and set(failed) <= {prompt.prompt_id for prompt in plan.prompts} else None
-
-
-def _table(plan: ShardPlan, results: Sequence[Generation]) -> pa.Table:
-    rows = [row for row in zip(plan.prompts, plan.seeds, results, strict=True) if row[2].failure is None]
-    failed = {
-        p.prompt_id: r.failure for p, r in zip(plan.prompts, results, strict=True) if r.failure is not None
-    }
-    lengths = [len(result.token_ids) for _, _, result in rows]
-    columns = {
-        "prompt_id": [prompt.prompt_id for prompt, _, _ in rows],
-        "source": [prompt.source for prompt, _, _ in rows],
-        "prompt_token_ids": [list(prompt.token_ids) for prompt, _, _ in rows],
-        "response_token_ids": [result.token_ids for _, _, result in rows],
-        "finish_reason": [result.finish_reason for _, _, result in rows],
-        "temperature": [plan.temperature] * len(rows),
-        "seed": [seed for _, seed, _ in rows],
-    }
-    arrays = [pa.array(values, type=ANSWER_SCHEMA.field(name).type) for name, values in columns.items()]
-    # Without stored candidates each response token still has its (empty) list.
-    ids = [result.topk_ids for _, _, result in rows if result.topk_ids is not None]
-    logprobs = [result.topk_logprobs for _, _, result in rows if result.topk_logprobs is not None]
-    arrays += [nested_topk(ids, pa.int32(), lengths), nested_topk(logprobs, pa.float16(), lengths)]
-    return pa.Table.from_arrays(
-        arrays, schema=ANSWER_SCHEMA.with_metadata({_FAILED_KEY: json.dumps(failed).encode()})
-    )
-
-
-def _failed(table: pa.Table) -> dict[str, str]:
-    failed: dict[str, str] = json.loads((table.schema.metadata or {}).get(_FAILED_KEY, b"{}"))
-    return failed
-
-
-def _account(table: pa.Table, plan: ShardPlan, accounting: Accounting) -> None:
-    lengths = zip(
-        table.column("finish_reason").to_pylist(),
-        pa.compute.list_value_length(table.column("prompt_token_ids")).to_pylist(),
-        pa.compute.list_value_length(table.column("response_token_ids")).to_pylist(),
-        strict=True,
-    )
-    for finish_reason, num_prompt_tokens, num_response_tokens in lengths:
-        accounting.write(
-            finish_reason=finish_reason,
-            num_prompt_tokens=num_prompt_tokens,
-            num_response_tokens=num_response_tokens,
-        )
-    failed = _failed(table)
-    for prompt in plan.prompts:
-        if prompt.prompt_id in failed:
-            accounting.fail(failed[prompt.prompt_id], prompt.row)
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while chunk := list(islice(rows, CLAIM_ROWS)):
+        yield chunk

@@ -2,15 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SENTINEL = "draftsmithsentinel"
 
 Message = dict[str, Any]
+
+
+class Configured(Protocol):
+    """A target's configurations: those of its folder, or of the loaded model."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def generation_config(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def user_turn(
-    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, system_prompt: Optional[str]
+    tokenizer: PreTrainedTokenizerBase, target: Configured, system_prompt: Optional[str]
 ) -> UserTurn:
     """Render a sentinel as the user's message and cut there, which works for any template (Xu et al. 2024, Magpie).
 
@@ -57,7 +67,7 @@ def user_turn(
             "questions. Set corpus.prompts=<file or dataset>."
         )
     prefix, suffix = text.split(_SENTINEL)
-    return UserTurn(prefix, suffix, stop_ids(model, tokenizer) | _end_of_turn(tokenizer, suffix))
+    return UserTurn(prefix, suffix, stop_ids(target, tokenizer) | _end_of_turn(tokenizer, suffix))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, suffix: str) -> frozenset[int]:
@@ -67,16 +77,37 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, suffix: str) -> frozenset[i
     return frozenset(ids[:1]) if ids and ids[0] in special else frozenset()
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def stop_ids(target: Configured, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that end the target's text: its generation config's, else its config's, else its tokenizer's EOS."""
-    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+    for source in (target.generation_config, target.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return frozenset(ids) if isinstance(ids, list) else frozenset([int(ids)])
     return frozenset()
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Optional[list[Any]] = None
+) -> list[int]:
     """Ids of the conversation with the assistant's header opened; template errors pass through."""
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes tools into the prompt: many leave them out without a word."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": _SENTINEL,
+            "description": _SENTINEL,
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    }
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tools=[tool], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+    return _SENTINEL in str(text)

@@ -2,6 +2,7 @@
 
 import time
 from types import TracebackType
+from typing import Optional
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -36,8 +37,11 @@ class CorpusProgress:
     ) -> None:
         self.bar.stop()
 
-    def start(self, phase: str, *, num_rows: int, max_tokens_per_row: int) -> None:
-        """Begin a phase; the time left is guessed from `max_tokens_per_row` until rows have been finished."""
+    def start(self, phase: str, *, num_rows: Optional[int], max_tokens_per_row: int) -> None:
+        """Begin a phase of `num_rows` rows, None where nobody knows how many there will be.
+
+        The time left is guessed from `max_tokens_per_row` until rows have been finished.
+        """
         self._phase, self._num_rows, self._max_tokens = phase, num_rows, max_tokens_per_row
         self._num_done = self._num_reused = 0
         self.num_tokens = 0
@@ -56,9 +60,7 @@ class CorpusProgress:
         self._num_done += num_rows
         self._num_reused += num_rows if reused else 0
         self._show(advance=num_rows)
-        if self._num_done >= self._num_rows and not self.bar.disable:
-            self.console.print(self._line(), highlight=False)
-        elif self._num_done >= self._num_rows:
+        if num_rows and self._num_rows is not None and self._num_done >= self._num_rows:
             self._print_line()
 
     @property
@@ -66,10 +68,13 @@ class CorpusProgress:
         """Mean speed of the phase so far."""
         return self.num_tokens / max(time.monotonic() - self._started_s, 1e-9)
 
-    def seconds_left(self) -> float:
-        """Rows left, at the mean number of tokens of the finished rows, at the speed so far."""
+    def seconds_left(self) -> Optional[float]:
+        """Rows left, at the mean number of tokens of the finished rows, at the speed so far; None where unknown."""
+        if self._num_rows is None:
+            return None
         made = self._num_done - self._num_reused
-        tokens_per_row = self.num_tokens / made if made else self._max_tokens
+        # Tokens of rows under way are counted, their rows are not: early on that alone would say too much.
+        tokens_per_row = min(self.num_tokens / made, self._max_tokens) if made else self._max_tokens
         left = max(0.0, (self._num_rows - self._num_reused) * tokens_per_row - self.num_tokens)
         return left / max(self.tokens_per_second, 1e-9)
 
@@ -84,9 +89,12 @@ class CorpusProgress:
         self.console.print(self._line(), highlight=False)
 
     def _line(self) -> str:
-        return f"{self._phase}: {self._num_done}/{self._num_rows} rows, {self._speed()}"
+        total = "" if self._num_rows is None else f"/{self._num_rows}"
+        return f"{self._phase}: {self._num_done}{total} rows, {self._speed()}"
 
     def _speed(self) -> str:
         if not self.num_tokens:
             return "reused" if self._num_reused else ""
-        return f"{self.num_tokens} tokens, {self.tokens_per_second:.0f} tokens/s, {self.seconds_left():.0f} s left"
+        left = self.seconds_left()
+        shown = "" if left is None else f", {left:.0f} s left"
+        return f"{self.num_tokens} tokens, {self.tokens_per_second:.0f} tokens/s{shown}"

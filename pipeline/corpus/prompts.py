@@ -1,164 +1,149 @@
-"""Prompts as token ids, out of a file or dataset of the user's; rows that cannot be used are counted by reason."""
+"""Prompts as token ids, out of the rows of the user's sources; rows that cannot be used are counted by reason."""
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.accounting import Accounting
-from pipeline.corpus.chat import ROLES, Message, prompt_ids, require_chat_template
-from pipeline.corpus.sources import BAD_JSON, BadRow, read_prompts
-from pipeline.schema import Config
+from pipeline.corpus.chat import Message, prompt_ids, takes_tools
+from pipeline.corpus.conversation import (
+    SkippedRow,
+    every_turn,
+    last_turn,
+    messages_of,
+    tools_of,
+    unpacked,
+)
+from pipeline.corpus.hash_table import HashSet
+from pipeline.corpus.rows import Prompt, make_prompt
+from pipeline.corpus.sources import BAD_ROW, BadRow, Record, read_records
+from pipeline.schema import Config, SourceConfig
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-
-
-class SkippedRow(Exception):
-    """A row that cannot become a prompt; the message is the reason it is counted under."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What the target is asked. `prompt_id` is a hash of the ids: the same on every run and machine."""
-
-    prompt_id: str
-    source: str
-    token_ids: tuple[int, ...]
-    row: str
+__all__ = ["Admission", "Prompt", "PromptReader", "SkippedRow", "make_prompt", "row_ids"]
 
 
-def make_prompt(token_ids: Sequence[int], *, source: str, row: str) -> Prompt:
-    """A prompt with its content id."""
-    text = ",".join(str(token_id) for token_id in token_ids)
-    return Prompt(hashlib.sha256(text.encode()).hexdigest()[:32], source, tuple(token_ids), row)
+class Admission:
+    """Passes each prompt once, if it is short enough: the same text from two sources is one prompt."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._seen = HashSet()
+
+    def admit(self, prompt: Prompt) -> Prompt:
+        """The prompt itself; raises SkippedRow."""
+        if not prompt.token_ids:
+            raise SkippedRow("empty")
+        if len(prompt.token_ids) > self.max_tokens:
+            raise SkippedRow("prompt_too_long")
+        if not self._seen.add(int(prompt.prompt_id[:16], 16)):
+            raise SkippedRow("duplicate")
+        return prompt
 
 
-def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Find the mistakes in `corpus` and `target.chat` that can be found before any long work.
+class PromptReader:
+    """Turns a source into prompts, one row at a time, and counts each row that it reads."""
 
-    Raises:
-        ValueError: chat without a chat template, no prompts for a base model, a missing or empty file, no such column.
-    """
-    if config.target.chat:
-        require_chat_template(tokenizer)
-    elif config.corpus.prompts is None:
-        raise ValueError(
-            "target.chat=false: a base model cannot invent questions; set corpus.prompts=<file or dataset>"
-        )
-    if config.corpus.prompts is not None:
-        next(
-            iter(
-                read_prompts(config.corpus.prompts, config.corpus.prompts_column, config.corpus.prompts_split)
-            )
-        )
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        accounting: Accounting,
+        admission: Optional[Admission] = None,
+    ) -> None:
+        self.corpus, self.chat, self.tokenizer = config.corpus, config.target.chat, tokenizer
+        self.accounting = accounting
+        self.admission = admission or Admission(config.corpus.max_prompt_tokens)
+        self.takes_tools = self.chat and takes_tools(tokenizer)
 
+    def prompts(self, source: SourceConfig) -> Iterator[Prompt]:
+        """The prompts of a source, lazily.
 
-def file_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, accounting: Accounting) -> list[Prompt]:
-    """The first `corpus.num_prompts` rows of `corpus.prompts` as prompts, without those that are skipped.
+        Raises:
+            ValueError: as `read_records`, in the call itself.
+        """
+        assert source.prompts is not None
+        return self._prompts(Path(source.prompts).name, read_records(source))
 
-    Raises:
-        ValueError: as `check_prompts`, or when no row is left.
-    """
-    corpus = config.corpus
-    assert corpus.prompts is not None
-    source = Path(corpus.prompts).name
-    seen: set[str] = set()
-    prompts: list[Prompt] = []
-    for number, value in enumerate(read_prompts(corpus.prompts, corpus.prompts_column, corpus.prompts_split)):
-        if number == corpus.num_prompts:
-            break
-        accounting.num_requested += 1
-        row = f"{source}:{number}"
-        try:
-            ids = row_ids(value, tokenizer, chat=config.target.chat)
-            prompts.append(
-                admit(make_prompt(ids, source=source, row=row), seen, max_tokens=corpus.max_prompt_tokens)
-            )
-        except SkippedRow as skipped:
-            accounting.skip(str(skipped), row)
-    if not prompts:
-        raise ValueError(
-            f"corpus.prompts={corpus.prompts!r}: none of its {accounting.num_requested} rows can be used: {dict(accounting.skipped)}"
-        )
-    return prompts
+    def _prompts(self, name: str, records: Iterator[Record]) -> Iterator[Prompt]:
+        for number, record in enumerate(records):
+            row = f"{name}:{number}"
+            try:
+                turns = self._turns(record)
+            except SkippedRow as skipped:
+                self.accounting.num_requested += 1
+                self.accounting.skip(str(skipped), row)
+                continue
+            for turn, encode in enumerate(turns):
+                turn_row = row if len(turns) == 1 else f"{row}#{turn}"
+                self.accounting.num_requested += 1
+                try:
+                    ids = encode()
+                    prompt = make_prompt(ids, source=name, row=turn_row, domain=record.domain)
+                    prompt = self.admission.admit(prompt)
+                except SkippedRow as skipped:
+                    self.accounting.skip(str(skipped), turn_row)
+                    continue
+                yield prompt
 
-
-def admit(prompt: Prompt, seen: set[str], *, max_tokens: int) -> Prompt:
-    """Pass a prompt through that is new and short enough; raises SkippedRow otherwise."""
-    if len(prompt.token_ids) > max_tokens:
-        raise SkippedRow("prompt_too_long")
-    if prompt.prompt_id in seen:
-        raise SkippedRow("duplicate")
-    seen.add(prompt.prompt_id)
-    return prompt
+    def _turns(self, record: Record) -> list[Callable[[], list[int]]]:
+        """For each answer that the row asks for, what makes its prompt's ids."""
+        if not self.chat:
+            return [lambda: text_ids(record.value, self.tokenizer, prefix_tokens=self.corpus.prefix_tokens)]
+        tools = tools_of(record.tools)
+        if tools is not None and not self.takes_tools:
+            raise SkippedRow("template_takes_no_tools")
+        messages = _chat_messages(record.value)
+        if record.system and messages[:1] and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": record.system}, *messages]
+        if not self.corpus.turn_by_turn:
+            return [lambda: chat_ids(last_turn(messages), self.tokenizer, tools)]
+        return [
+            lambda turn=turn: chat_ids(last_turn(turn), self.tokenizer, tools)  # type: ignore[misc]
+            for turn in every_turn(messages)
+        ]
 
 
 def row_ids(value: Any, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:
-    """Token ids of a text or of a list of messages; raises SkippedRow with the reason."""
-    if isinstance(value, BadRow):
-        raise SkippedRow(BAD_JSON)
-    value = _unpacked(value)
-    if isinstance(value, str):
-        if not value.strip():
-            raise SkippedRow("empty")
-        if not chat:
-            return list(tokenizer.encode(value))
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise SkippedRow("empty" if value is None else "not_text_or_messages")
+    """Token ids of a text or of a list of messages up to its last question; raises SkippedRow with the reason."""
     if not chat:
-        raise SkippedRow("messages_for_a_base_model")
-    messages = conversation(value)
+        return text_ids(value, tokenizer)
+    return chat_ids(last_turn(_chat_messages(value)), tokenizer, None)
+
+
+def _chat_messages(value: Any) -> list[Message]:
+    if isinstance(value, BadRow):
+        raise SkippedRow(BAD_ROW)
+    return messages_of(value)
+
+
+def chat_ids(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Optional[list[Any]]
+) -> list[int]:
+    """Token ids of a conversation with the assistant's header opened; raises SkippedRow."""
     try:
-        return prompt_ids(tokenizer, messages)
+        return prompt_ids(tokenizer, messages, tools)
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SkippedRow("template_error") from error
 
 
-def _unpacked(value: Any) -> Any:
-    """CSV holds messages as JSON text."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    return value
-
-
-def conversation(values: Sequence[Any]) -> list[Message]:
-    """Messages up to the last one that asks for an answer; the source's own last answer is dropped.
-
-    Also reads the `from`/`value` form of messages. Raises SkippedRow.
-    """
-    messages = [_message(value) for value in values]
-    while messages and messages[-1]["role"] not in ("user", "tool"):
-        messages.pop()
-    if not messages:
-        raise SkippedRow("no_user_turn")
-    if not messages[-1]["content"].strip():
+def text_ids(
+    value: Any, tokenizer: PreTrainedTokenizerBase, *, prefix_tokens: Optional[int] = None
+) -> list[int]:
+    """Token ids of a text for a base model, or its first `prefix_tokens`; raises SkippedRow."""
+    if isinstance(value, BadRow):
+        raise SkippedRow(BAD_ROW)
+    value = unpacked(value)
+    if isinstance(value, list):
+        raise SkippedRow("messages_for_a_base_model")
+    if not isinstance(value, str):
+        raise SkippedRow("empty" if value is None else "not_text_or_messages")
+    if not value.strip():
         raise SkippedRow("empty")
-    return messages
-
-
-def _message(value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise SkippedRow("not_text_or_messages")
-    message = {key: item for key, item in value.items() if item is not None}
-    if "from" in message and "role" not in message:
-        role = str(message.pop("from"))
-        message = {"role": _SHAREGPT_ROLES.get(role, role), "content": message.get("value", "")}
-    if message.get("role") not in ROLES:
-        raise SkippedRow("unknown_role")
-    content = message.get("content", "")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise SkippedRow("content_not_text")
-    return {**message, "content": content}
+    try:
+        ids = list(tokenizer.encode(value))
+    except (ValueError, TypeError) as error:
+        raise SkippedRow("not_unicode") from error
+    return ids[:prefix_tokens]

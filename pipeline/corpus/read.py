@@ -4,15 +4,21 @@ import hashlib
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
-from pipeline.corpus.shards import ANSWER_SCHEMA, ShardFolder
+from pipeline.corpus.answer_folder import shard_tables
 
 SHARDS = "shards"
+_MAX_COPIED_BYTES = (
+    2**30
+)  # larger ones are read through an index instead; a list column holds 2^31 items at most
 
 
 def read_corpus(folder: Path) -> Dataset:
-    """All rows of a finished corpus stage folder, in a stable order; columns as in `ANSWER_SCHEMA`.
+    """All rows of a finished corpus stage folder, ordered by `prompt_id` and `seed`; columns as in `ANSWER_SCHEMA`.
+
+    Which shard a row lies in depends on when it finished; its place here does not.
 
     Raises:
         ValueError: the folder has no shards, or one of them is damaged.
@@ -20,14 +26,11 @@ def read_corpus(folder: Path) -> Dataset:
     files = sorted((Path(folder) / SHARDS).glob("*.parquet"))
     if not files:
         raise ValueError(f"{str(folder)!r} holds no corpus shards: run the corpus stage, stages=[corpus]")
-    shards = ShardFolder(Path(folder) / SHARDS, ANSWER_SCHEMA)
-    tables = []
-    for file in files:
-        table = shards.read(int(file.stem))
-        if table is None:
-            raise ValueError(f"{str(file)!r} is damaged: delete its stage folder and run again")
-        tables.append(table)
-    return Dataset(pa.concat_tables(tables))
+    table = pa.concat_tables([one.replace_schema_metadata(None) for one in shard_tables(files)])
+    order = pc.sort_indices(table, sort_keys=[("prompt_id", "ascending"), ("seed", "ascending")])
+    if table.nbytes > _MAX_COPIED_BYTES:
+        return Dataset(table).select(order.to_numpy())
+    return Dataset(table.take(order))
 
 
 def split_corpus(

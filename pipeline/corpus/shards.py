@@ -12,10 +12,12 @@ ANSWER_SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
         ("source", pa.string()),
+        ("domain", pa.string()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("response_token_ids", pa.list_(pa.int32())),
         ("finish_reason", pa.string()),
         ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
         ("seed", pa.int64()),
         ("topk_ids", pa.list_(pa.list_(pa.int32()))),
         ("topk_logprobs", pa.list_(pa.list_(pa.float16()))),
@@ -36,7 +38,7 @@ class ShardFolder:
             for leftover in folder.glob("*.tmp"):
                 leftover.unlink()
         except OSError as error:
-            raise ValueError(_write_message(folder, error)) from error
+            raise ValueError(write_message(folder, error)) from error
 
     def path(self, index: int) -> Path:
         """Where shard `index` lies."""
@@ -60,21 +62,25 @@ class ShardFolder:
             pa.array([row[name] for row in rows], type=self.schema.field(name).type)
             for name in self.schema.names
         ]
-        self.write_table(index, pa.Table.from_arrays(columns, schema=self.schema))
+        write_table(self.path(index), pa.Table.from_arrays(columns, schema=self.schema))
 
-    def write_table(self, index: int, table: pa.Table) -> None:
-        """`write` for rows that are a table already."""
-        path = self.path(index)
-        temporary = path.with_suffix(".tmp")
-        try:
-            with temporary.open("wb") as stream:
-                pq.write_table(table, stream, compression="zstd")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-            _sync_folder(self.folder)
-        except OSError as error:
-            raise ValueError(_write_message(path, error)) from error
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a Parquet file as a whole or not at all; when this returns it survives a crash of the machine.
+
+    Raises:
+        ValueError: the folder is missing or cannot be written, or the disk is full; the path is named.
+    """
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            pq.write_table(table, stream, compression="zstd")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise ValueError(write_message(path, error)) from error
 
 
 def nested_topk(values: Sequence[Any], value_type: pa.DataType, num_rows_each: Sequence[int]) -> pa.Array:
@@ -101,7 +107,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_message(path: Path, error: OSError) -> str:
+def write_message(path: Path, error: OSError) -> str:
     return (
         f"The corpus cannot be written to {str(path)!r}: {error.strerror or error}. Free disk space or set artifacts_dir to a "
         "folder that can be written, and run again: finished shards are kept."

@@ -2,12 +2,17 @@
 
 import csv
 import json
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+
+from pipeline.schema import SourceConfig
 
 COLUMNS = (
     "messages",
@@ -20,7 +25,8 @@ COLUMNS = (
     "query",
     "content",
 )
-BAD_JSON = "bad_json"
+SYSTEM_COLUMNS = ("system", "system_prompt")
+BAD_ROW = "bad_row"
 Row = dict[str, Any]
 
 
@@ -28,38 +34,65 @@ class BadRow(dict[str, Any]):
     """A row that could not be parsed; counted, never used."""
 
 
-def read_prompts(prompts: str, column: Optional[str], split: str) -> Iterator[Any]:
-    """The values of the prompts column (text, or a list of messages), one per row; `BadRow` for an unreadable one.
+@dataclass(frozen=True)
+class Record:
+    """What one row asks: a text or a list of messages (or a `BadRow`), with what stands beside it."""
+
+    value: Any
+    domain: str = ""
+    system: Optional[str] = None
+    tools: Any = None
+
+
+def read_records(source: SourceConfig) -> Iterator[Record]:
+    """The rows of a source, lazily. The file is opened and its first readable row looked at in the call itself.
 
     Raises:
         ValueError: no such file or dataset, an empty one, or no such column (the available ones are named).
     """
-    if not prompts.strip():
+    assert source.prompts is not None
+    if not source.prompts.strip():
         raise ValueError(
             "corpus.prompts is empty: give a file (jsonl, parquet, csv) or a dataset, or null for invented questions"
         )
-    rows = read_rows(prompts, split)
-    first: Optional[Row] = None
-    unreadable: list[Row] = []
+    rows = read_rows(source.prompts, source.split, subset=source.subset)
+    num_unreadable, first = 0, None
     for row in rows:
-        if isinstance(row, BadRow):
-            unreadable.append(row)
-            continue
-        first = row
-        break
+        if not isinstance(row, BadRow):
+            first = row
+            break
+        num_unreadable += 1
     if first is None:
         raise ValueError(
-            f"corpus.prompts={prompts!r} has no rows that can be read: give a file or dataset with at least one"
+            f"corpus.prompts={source.prompts!r} has no rows that can be read: give a file or dataset with at least one"
         )
-    chosen = _column(prompts, list(first), column)
-    return _values(unreadable, first, rows, chosen)
+    available = list(first)
+    column = _column(source.prompts, available, source.column)
+    if source.domain_column is not None and source.domain_column not in available:
+        raise ValueError(
+            f"corpus.domain_column={source.domain_column!r}: {source.prompts!r} has no such column; it has {available}"
+        )
+    return _records(num_unreadable, first, rows, column, source)
 
 
-def _values(unreadable: list[Row], first: Row, rows: Iterator[Row], column: str) -> Iterator[Any]:
-    yield from unreadable
-    yield first.get(column)
+def _records(
+    num_unreadable: int, first: Row, rows: Iterator[Row], column: str, source: SourceConfig
+) -> Iterator[Record]:
+    for _ in range(num_unreadable):
+        yield Record(BadRow())
+    yield _record(first, column, source)
     for row in rows:
-        yield row if isinstance(row, BadRow) else row.get(column)
+        yield Record(row) if isinstance(row, BadRow) else _record(row, column, source)
+
+
+def _record(row: Row, column: str, source: SourceConfig) -> Record:
+    value, domain = row.get(column), None
+    if column == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
+        value = f"{value}\n\n{row['input']}"  # Alpaca's two fields are one question
+    if source.domain_column is not None:
+        domain = row.get(source.domain_column)
+    system = next((row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and name != column), None)
+    return Record(value, source.domain if domain is None else str(domain), system, row.get("tools"))
 
 
 def _column(prompts: str, available: list[str], column: Optional[str]) -> str:
@@ -77,7 +110,9 @@ def _column(prompts: str, available: list[str], column: Optional[str]) -> str:
     )
 
 
-def read_rows(prompts: str, split: str, *, field: str = "corpus.prompts") -> Iterator[Row]:
+def read_rows(
+    prompts: str, split: str, *, subset: Optional[str] = None, field: str = "corpus.prompts"
+) -> Iterator[Row]:
     """All rows of a file or dataset, with all their columns; `BadRow` for an unreadable one.
 
     Raises:
@@ -93,7 +128,7 @@ def read_rows(prompts: str, split: str, *, field: str = "corpus.prompts") -> Ite
         return readers[path.suffix](path)
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
         raise ValueError(f"{field}={prompts!r}: no such file")
-    return iter(_dataset(prompts, split))
+    return iter(_dataset(prompts, split, subset))
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -112,42 +147,54 @@ def _parsed(line: str) -> Row:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if not text.lstrip().startswith("["):
-        yield from _jsonl(path)
-        return
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"corpus.prompts={str(path)!r} is not valid JSON: {error}") from error
+    """One JSON array, which is read as a whole, or JSON lines under another name."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        start = stream.read(1024).lstrip("\ufeff \t\r\n")
+        if not start.startswith("["):
+            yield from _jsonl(path)
+            return
+        stream.seek(0)
+        try:
+            values = json.loads(stream.read().lstrip("\ufeff"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"corpus.prompts={str(path)!r} is not valid JSON: {error}") from error
     for value in values:
         yield value if isinstance(value, dict) else BadRow()
 
 
 def _parquet(path: Path) -> Iterator[Row]:
     try:
-        file = pq.ParquetFile(path)
-    except (OSError, ValueError) as error:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"corpus.prompts={str(path)!r} is not a readable Parquet file: {error}") from error
-    for batch in file.iter_batches(batch_size=1024):
-        yield from batch.to_pylist()
 
 
 def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # documents are longer than the default of 131072 characters
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-        yield from csv.DictReader(stream)
+        reader = csv.DictReader(line.replace("\0", "") for line in stream)
+        while True:
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error:
+                row = BadRow()
+            yield row
 
 
-def _dataset(prompts: str, split: str) -> Dataset:
+def _dataset(prompts: str, split: str, subset: Optional[str]) -> Dataset | IterableDataset:
+    """A dataset on disk is mapped into memory; one of the hub, or a folder of files, is streamed."""
+    place = Path(prompts)
     try:
-        if Path(prompts).is_dir() and (
-            (Path(prompts) / "state.json").is_file() or (Path(prompts) / "dataset_dict.json").is_file()
-        ):
+        if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
             loaded = load_from_disk(prompts)
             if not isinstance(loaded, DatasetDict):
                 return loaded
         else:
-            loaded = load_dataset(prompts)
+            loaded = load_dataset(prompts, subset, streaming=True)
     except Exception as error:
         # `datasets` and the hub client raise a score of types here; each means that the rows cannot be had.
         raise ValueError(

@@ -1,9 +1,11 @@
-"""The corpus stage killed with SIGKILL at several moments, in every phase, and run again."""
+"""The corpus stage killed with SIGKILL at random moments in every phase and run again, and several workers on one corpus."""
 
 import json
 import multiprocessing
+import random
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.corpus import read_corpus
-from tests.unit.pipeline.corpus_samples import run_stage
+from tests.unit.pipeline.corpus_samples import run_helper, run_stage
+
+NUM_KILLS = 10
+Program = Callable[[Path, Path], None]
 
 
 @pytest.fixture
@@ -22,47 +27,77 @@ def server() -> ForkServerContext:
     return context
 
 
-def start(server: ForkServerContext, artifacts: Path, work: Path) -> BaseProcess:
-    process = server.Process(target=run_stage, args=(artifacts, work))
+def start(
+    server: ForkServerContext, artifacts: Path, work: Path, program: Program = run_stage
+) -> BaseProcess:
+    process = server.Process(target=program, args=(artifacts, work))
     process.start()
     return process
 
 
-def finish(server: ForkServerContext, artifacts: Path, work: Path) -> None:
-    process = start(server, artifacts, work)
+def finish(process: BaseProcess) -> None:
     process.join(120)
     assert process.exitcode == 0
 
 
-def kill_when(server: ForkServerContext, artifacts: Path, work: Path, folder: str, num_shards: int) -> None:
-    """SIGKILL as soon as so many shards are there: in the middle of making the next one."""
-    process = start(server, artifacts, work)
+def num_files(work: Path) -> int:
+    return len(list(work.rglob("*.parquet")))
+
+
+def kill_at(process: BaseProcess, work: Path, *, num_wanted: int, delay_s: float) -> None:
+    """SIGKILL when so many files are there, and a little later."""
     deadline = time.monotonic() + 120
-    while len(list((work / folder).glob("*.parquet"))) < num_shards and process.is_alive():
+    while num_files(work) < num_wanted and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+    time.sleep(delay_s)
     process.kill()
     process.join()
-    assert process.exitcode == -signal.SIGKILL, "the stage ended before it could be killed"
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_and_resumed_gives_the_same_corpus(
-    tmp_path: Path, server: ForkServerContext
-) -> None:
-    """speculators 716: resuming generates nothing twice and loses nothing."""
-    undisturbed, work = tmp_path / "undisturbed", tmp_path / "work"
-    finish(server, tmp_path, undisturbed)
-    kept: dict[Path, int] = {}
-    for folder, num_shards in (("questions", 1), ("questions", 4), ("shards", 1), ("shards", 4)):
-        kill_when(server, tmp_path, work, folder, num_shards)
-        assert all(file.stat().st_mtime_ns == made for file, made in kept.items()), (
-            "a finished shard was made again"
-        )
-        kept = {file: file.stat().st_mtime_ns for file in work.rglob("*.parquet")}
-    finish(server, tmp_path, work)
+def same(work: Path, undisturbed: Path) -> None:
+    """Equal rows, accounting and number of files; nothing half written is left."""
     assert read_corpus(work).to_list() == read_corpus(undisturbed).to_list()
     assert json.loads((work / "corpus.json").read_text()) == json.loads(
         (undisturbed / "corpus.json").read_text()
     )
-    assert sorted(p.name for p in work.rglob("*")) == sorted(p.name for p in undisturbed.rglob("*"))
+    assert {p.name for p in work.iterdir()} == {p.name for p in undisturbed.iterdir()}
+    assert not list(work.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_ten_moments_and_resumed_gives_the_same_corpus(
+    tmp_path: Path, server: ForkServerContext, seed: int
+) -> None:
+    """speculators 716: resuming generates nothing twice and loses nothing."""
+    drawn = random.Random(seed)
+    undisturbed, work = tmp_path / "undisturbed", tmp_path / "work"
+    finish(start(server, tmp_path, undisturbed))
+    num_total, num_killed = num_files(undisturbed), 0
+    kept: dict[Path, int] = {}
+    for kill in range(NUM_KILLS):
+        process = start(server, tmp_path, work)
+        num_wanted = min(num_total * kill // NUM_KILLS, num_files(work) + 3)
+        kill_at(process, work, num_wanted=num_wanted, delay_s=drawn.uniform(0, 0.1))
+        num_killed += process.exitcode == -signal.SIGKILL
+        assert all(file.stat().st_mtime_ns == made for file, made in kept.items()), "a shard was made again"
+        kept = {file: file.stat().st_mtime_ns for file in work.rglob("*.parquet")}
+    assert num_killed >= NUM_KILLS - 2, "the stage ended before it could be killed"
+    finish(start(server, tmp_path, work))
+    same(work, undisturbed)
+
+
+@pytest.mark.slow
+def test_two_workers_write_each_row_once(tmp_path: Path, server: ForkServerContext) -> None:
+    """And one of three dies with rows in its hands, which the others then make."""
+    undisturbed, work = tmp_path / "undisturbed", tmp_path / "work"
+    finish(start(server, tmp_path, undisturbed))
+    stage = start(server, tmp_path, work)
+    helper, dying = (start(server, tmp_path, work, run_helper) for _ in range(2))
+    kill_at(dying, work / "shards", num_wanted=2, delay_s=0.01)
+    finish(stage)
+    finish(helper)
+    ids = [(row["prompt_id"], row["seed"]) for row in read_corpus(work).select_columns(["prompt_id", "seed"])]
+    assert len(ids) == len(set(ids))
+    same(work, undisturbed)

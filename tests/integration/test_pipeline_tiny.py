@@ -135,7 +135,8 @@ def test_the_run_leaves_only_what_is_listed(undisturbed: Ran) -> None:
 def test_every_stage_is_a_run_in_mlflow(undisturbed: Ran) -> None:
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{undisturbed.folder}/mlflow.db")
+    uri = f"sqlite:///{undisturbed.folder}/mlflow.db"
+    client = MlflowClient(uri, registry_uri=uri)  # left out, it is that of the last test in this process
     [experiment] = client.search_experiments(filter_string="name = 'draftsmith'")
     runs = client.search_runs([experiment.experiment_id])
     assert {run.info.status for run in runs} == {"FINISHED"}

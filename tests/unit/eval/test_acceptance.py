@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eval.acceptance import overlap, teacher_forced_acceptance, warper
+from eval.acceptance import Warper, acceptance_given_token, entropy, overlap
 from eval.acceptance_table import paired_difference
 from eval.head import num_shared_token_ids
+from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
 
 Rows = list[dict[str, Any]]
@@ -207,7 +208,7 @@ def test_a_warper_is_applied_on_both_sides(
     target, draft, rows = make_model(0), make_model(1), make_rows(4, temperatures=(1.0,))
     tables = teacher_forced_acceptance(
         target, {"d": Draft(draft), "self": Draft(target)}, rows, temperatures=[1.0], samplers=["probabilistic"],
-        warp=warper(top_k=2),
+        warpers=[Warper(top_k=2)],
     )  # fmt: skip
     row, values = rows[0], tables[0].values[0]
     with torch.no_grad():
@@ -221,10 +222,10 @@ def test_a_warper_is_applied_on_both_sides(
 def test_the_warpers_are_the_runtimes() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     kept = {
-        "top_k": warper(top_k=3),
-        "top_p": warper(top_p=0.6),
-        "min_p": warper(min_p=0.5),
-        "none": warper(),
+        "top_k": Warper(top_k=3),
+        "top_p": Warper(top_p=0.6),
+        "min_p": Warper(min_p=0.5),
+        "none": Warper(),
     }
     assert {name: int(warp(logits).isfinite().sum()) for name, warp in kept.items()} == {
         "top_k": 3,
@@ -270,6 +271,105 @@ def test_tables_group_by_source_and_position(
     assert first["num_tokens"] == 6
     assert first["value"] == pytest.approx(np.mean([v[0] for v in table.values]))
     assert first["num_tokens"] + sum(r["num_tokens"] for r in rest) == table.counts.sum()
+
+
+def test_tables_group_by_domain_entropy_and_confidence(
+    make_model: Callable[..., PreTrainedModel], make_rows: Callable[..., Rows]
+) -> None:
+    target, draft, rows = make_model(0), make_model(1), make_rows(6, temperatures=(1.0,))
+    for row in rows[:2]:
+        row["domain"] = "code"
+    table = teacher_forced_acceptance(
+        target, {"d": Draft(draft)}, rows, temperatures=[1.0], samplers=["probabilistic"], chunk_positions=5
+    )[0]
+    assert table.by_domain().keys() == {"a", "b", "code"}, "without a domain, the source is taken"
+    code = np.concatenate(table.values[:2])
+    assert table.by_domain()["code"].value == pytest.approx(code.mean(), abs=1e-6)
+    row = rows[0]
+    with torch.no_grad():
+        ids = torch.tensor([row["prompt_token_ids"] + row["response_token_ids"][:-1]])
+        start = len(row["prompt_token_ids"]) - 1
+        p, q = (model(ids).logits[0, start:].softmax(-1) for model in (target, draft))
+    np.testing.assert_allclose(table.entropies[0], -(p * p.log()).sum(-1), atol=1e-4)
+    np.testing.assert_allclose(table.confidences[0], q.amax(-1), atol=1e-5)
+    all_values = np.concatenate(table.values).astype(np.float64)
+    for ranges, measure in (
+        (table.by_entropy((0, 0.5, 1)), np.concatenate(table.entropies)),
+        (table.by_confidence(4), np.concatenate(table.confidences)),
+    ):
+        assert sum(r["num_tokens"] for r in ranges) == len(all_values)
+        for r in ranges:
+            inside = (measure >= r["start"]) & (measure < r["end"])
+            assert r["value"] == pytest.approx(all_values[inside].mean())
+            assert r["mean_measure"] == pytest.approx(measure[inside].mean(), rel=1e-5)
+
+
+def test_a_restricted_table_is_that_of_shorter_responses(
+    make_model: Callable[..., PreTrainedModel], make_rows: Callable[..., Rows]
+) -> None:
+    target, drafts, rows = make_model(0), {"d": Draft(make_model(1))}, make_rows(6, temperatures=(1.0,))
+    rows[2]["finish_reason"] = "stop"
+    rows[2]["response_token_ids"] = rows[2]["response_token_ids"][:3]
+    short = [dict(row, response_token_ids=row["response_token_ids"][:5]) for row in rows[1:4]]
+    table, expected = (
+        teacher_forced_acceptance(target, drafts, some, temperatures=[1.0], samplers=["probabilistic"])[0]
+        for some in (rows, short)
+    )
+    restricted = table.restricted({"prompt-1", "prompt-2", "prompt-3"}, 5)
+    assert restricted.prompt_ids == expected.prompt_ids
+    assert restricted.was_cut == [True, False, True]
+    for name in ("values", "given_token", "entropies", "confidences"):
+        for a, b in zip(getattr(restricted, name), getattr(expected, name), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_given_the_token_acceptance_is_min_one_q_over_p(
+    make_model: Callable[..., PreTrainedModel], make_rows: Callable[..., Rows]
+) -> None:
+    target, draft, rows = make_model(0), make_model(1), make_rows(3, temperatures=(1.0,))
+    ids = torch.tensor([3, 5, 8, 13, 21, 34, 35, 36])
+    tables = teacher_forced_acceptance(
+        target, {"d": Draft(draft, ids)}, rows, temperatures=[1.0], chunk_positions=4
+    )
+    for row, probabilistic, greedy in zip(rows, tables[0].given_token, tables[1].given_token, strict=True):
+        for t, token in enumerate(row["response_token_ids"]):
+            with torch.no_grad():
+                prefix = torch.tensor([row["prompt_token_ids"] + row["response_token_ids"][:t]])
+                p = target(prefix).logits[0, -1].softmax(-1)
+                q = torch.zeros_like(p).index_copy(0, ids, draft(prefix).logits[0, -1, ids].softmax(-1))
+            assert probabilistic[t] == pytest.approx(float((q[token] / p[token]).clamp(max=1)), abs=1e-4)
+            assert greedy[t] == float(int(q.argmax()) == token)
+
+
+def test_the_mean_of_acceptance_given_the_token_is_the_overlap() -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2, 0.0]]), torch.tensor([[0.1, 0.6, 0.0, 0.3]])
+    given = torch.stack([acceptance_given_token(p[:, i], q[:, i]) for i in range(4)], dim=1)
+    assert float((p * given).sum()) == pytest.approx(float(overlap(p, q)))
+
+
+def test_entropy_of_known_distributions() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]])
+    assert entropy(logits).tolist() == pytest.approx([np.log(4), 0.0])
+
+
+def test_each_warper_has_its_own_figure_at_temperatures_above_0(
+    make_model: Callable[..., PreTrainedModel], make_rows: Callable[..., Rows]
+) -> None:
+    """vllm 9834: sampling parameters were not applied when verifying."""
+    warpers = [Warper(), Warper(top_p=0.5), Warper(top_k=3)]
+    tables = teacher_forced_acceptance(
+        make_model(0), {"d": Draft(make_model(1))}, make_rows(4), temperatures=[0.0, 1.0],
+        samplers=["probabilistic"], warpers=warpers,
+    )  # fmt: skip
+    assert [(t.temperature, t.warper) for t in tables] == [
+        (0.0, "none"),
+        (1.0, "none"),
+        (1.0, "top_p=0.5"),
+        (1.0, "top_k=3"),
+    ]
+    assert len({table.rate().value for table in tables[1:]}) == 3
+    with pytest.raises(ValueError, match=r"top_p=1\.5"):
+        Warper(top_p=1.5)
 
 
 def test_overlap_stays_within_bounds_for_disjoint_and_equal_rows() -> None:

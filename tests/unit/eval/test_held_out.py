@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eval.acceptance import teacher_forced_acceptance
 from eval.held_out import HeldOutAcceptance
+from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
 
 Rows = list[dict[str, Any]]

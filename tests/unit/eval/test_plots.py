@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eval.plots import acceptance_figure, position_figure, speedup_figure
+from eval.plots import acceptance_figure, speedup_figure
 
 
 def acceptance_rows() -> list[dict[str, Any]]:
@@ -83,13 +83,6 @@ def test_gamma_auto_is_a_level_and_a_synthetic_acceptance_is_in_the_title() -> N
     assert len(lines["distilled (native)"]) == 3
     assert "synthetic acceptance 0.7" in axes.get_title()
     assert "synthetic" not in speedup_figure(bench_rows(), temperature=0.0).axes[0].get_title()
-
-
-def test_positions_are_drawn_in_order() -> None:
-    figure = position_figure(
-        {"distilled": [{"start": 0, "end": 1, "value": 0.4}, {"start": 1, "end": 8, "value": 0.6}]}
-    )
-    assert figure.axes[0].lines[0].get_ydata().tolist() == [0.4, 0.6]
 
 
 def test_nothing_to_draw_is_refused() -> None:

@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.context import StageContext
 from pipeline.corpus.stage import run_corpus
+from pipeline.corpus.worker import help_out
 from pipeline.models import resolve_target
 from pipeline.random_target import build_model, build_tokenizer
 from pipeline.schema import Config, CorpusConfig, RandomModelConfig, TargetConfig
@@ -45,6 +46,16 @@ def make_context(config: Config, work_dir: Path) -> StageContext:
 
 
 def run_stage(artifacts: Path, work_dir: Path) -> None:
-    """The stage on 48 prompts in shards of 8: the program that the tests kill."""
+    """The stage on 96 prompts in shards of 4: the program that the tests kill."""
     torch.set_num_threads(1)
-    run_corpus(make_context(tiny_config(artifacts, num_prompts=48, max_new_tokens=40), work_dir))
+    run_corpus(make_context(_killed_config(artifacts), work_dir))
+
+
+def run_helper(artifacts: Path, work_dir: Path) -> None:
+    """A further worker on the same corpus."""
+    torch.set_num_threads(1)
+    help_out(make_context(_killed_config(artifacts), work_dir))
+
+
+def _killed_config(artifacts: Path) -> Config:
+    return tiny_config(artifacts, num_prompts=96, max_new_tokens=40, shard_rows=4)

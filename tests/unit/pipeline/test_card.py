@@ -91,3 +91,13 @@ def test_serving_lines_hold_the_measured_choices() -> None:
     trimmed = render_card(make_report(), CardFacts("t", None, None, 2, "greedy", "p", 8192))
     assert "a head over the 8192 most frequent ids" in trimmed
     assert "Only the native runtime skips" in trimmed
+
+
+def test_card_names_the_versions_that_were_tried_and_a_head_of_its_own() -> None:
+    report = make_report()
+    assert "head has weights of its own" not in render_card(report, FACTS)
+    report["draft"]["tied_head"] = False
+    card = render_card(report, FACTS)
+    assert "Its output head has weights of its own" in card
+    for version in ("Transformers 5.19.0", "vLLM 0.32.0", "torch 2.13", "xllamacpp"):
+        assert version in card

@@ -17,6 +17,7 @@ GROUPS = ("target", "draft", "corpus", "loss", "train", "eval", "bench", "runtim
 NEEDED = {
     "target=hf": "target.path=some/model",
     "draft=pretrained": "draft.path=some/model",
+    "draft=narrowed": "draft.hidden_size=384",
     "corpus=prompts": "corpus.prompts=some.jsonl",
     "loss=mix": "loss.weights={tv: 0.9, cross_entropy: 0.1}",
 }

@@ -1,6 +1,5 @@
-"""Prompts: sources, columns, roles, templates, questions that the target invents, duplicates."""
+"""Prompts: sources, columns, roles, templates, domains, and what is skipped."""
 
-import copy
 import csv
 import json
 from pathlib import Path
@@ -9,43 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus import check_prompts
-from pipeline.corpus.accounting import Accounting
-from pipeline.corpus.chat import stop_ids, user_turn
-from pipeline.corpus.duplicates import DuplicateFilter
-from pipeline.corpus.generate import TransformersGenerator
-from pipeline.corpus.progress import CorpusProgress
-from pipeline.corpus.prompts import Prompt, file_prompts
-from pipeline.corpus.questions import QuestionMaker
-from pipeline.schema import CorpusConfig
-from tests.unit.pipeline.corpus_samples import tiny_config, tiny_model, tiny_tokenizer
-
-
-def with_template(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def load(path: Path | str, tmp_path: Path, **corpus: object) -> tuple[list[Prompt], Accounting]:
-    accounting = Accounting()
-    config = tiny_config(tmp_path, prompts=str(path), **corpus)
-    return file_prompts(config, tiny_tokenizer(), accounting), accounting
-
-
-def texts(prompts: list[Prompt]) -> list[str]:
-    return [tiny_tokenizer().decode(prompt.token_ids) for prompt in prompts]
-
-
-def chat(text: str) -> str:
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def write_jsonl(path: Path, rows: list[object]) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return path
+from pipeline.schema import ShareConfig
+from tests.unit.pipeline.corpus_samples import tiny_config, tiny_tokenizer
+from tests.unit.pipeline.corpus_sources import chat, load, texts, with_template, write_jsonl
 
 
 def test_every_kind_of_source_gives_the_same_prompts(tmp_path: Path) -> None:
@@ -104,7 +71,7 @@ def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path: Path) -> None:
         "no_user_turn": 1,
         "empty": 2,
         "prompt_too_long": 1,
-        "bad_json": 1,
+        "bad_row": 1,
         "not_text_or_messages": 1,
         "content_not_text": 1,
         "template_error": 1,
@@ -128,7 +95,7 @@ def test_prompt_ids_are_hashes_of_the_ids(tmp_path: Path) -> None:
     """speculators 716: stable content ids, whatever the file, the order and the temperature."""
     forth = load(write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}]), tmp_path)[0]
     back = load(
-        write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}, {"text": "one"}]), tmp_path, temperatures=[0.7]
+        write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}, {"text": "one"}]), tmp_path, shares=[ShareConfig(1.0, 0.7)]
     )[0]
     assert [p.prompt_id for p in forth] == [p.prompt_id for p in reversed(back)]
     assert forth[0].prompt_id != forth[1].prompt_id
@@ -175,7 +142,7 @@ def test_datasets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
 
 
 def test_all_rows_skipped_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none of its 2 rows.*'empty': 2"):
+    with pytest.raises(ValueError, match=r"none of the 2 rows.*'empty': 2"):
         load(write_jsonl(tmp_path / "p.jsonl", [{"text": ""}, {"text": " "}]), tmp_path)
 
 
@@ -188,96 +155,33 @@ def test_chat_needs_a_template_and_a_base_model_needs_prompts(tmp_path: Path) ->
         check_prompts(config, tiny_tokenizer())
 
 
-def test_base_model_gets_the_bare_text(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, prompts=str(write_jsonl(tmp_path / "p.jsonl", [{"text": "Once upon"}])))
-    config.target.chat = False
-    prompts = file_prompts(config, with_template(None), Accounting())
-    assert texts(prompts) == ["Once upon"]
+def test_base_model_gets_the_bare_text_or_its_first_tokens(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"text": "Once upon a time"}, {"text": [{"role": "user", "content": "x"}]}, {"text": ""}])
+    prompts, accounting = load(path, tmp_path, chat=False)
+    assert texts(prompts) == ["Once upon a time"]
+    assert dict(accounting.skipped) == {"messages_for_a_base_model": 1, "empty": 1}
+    cut = load(path, tmp_path, chat=False, prefix_tokens=3)[0]
+    assert [prompt.token_ids for prompt in cut] == [prompts[0].token_ids[:3]]
 
 
-LLAMA2_LIKE = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-)
+def test_domains_come_from_a_column_and_tell_sources_apart(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"text": "a", "topic": "maths"}, {"text": "b"}, {"text": "c", "topic": 7}])
+    assert [prompt.domain for prompt in load(path, tmp_path, domain_column="topic")[0]] == ["maths", "", "7"]
+    assert [prompt.domain for prompt in load(path, tmp_path)[0]] == [""] * 3
+    with pytest.raises(ValueError, match=r"domain_column='subject'.*\['text', 'topic'\]"):
+        load(path, tmp_path, domain_column="subject")
 
 
-def test_user_turn_is_cut_out_of_any_template() -> None:
-    model = tiny_model()
-    turn = user_turn(tiny_tokenizer(), model, "Be brief")
-    assert turn.prefix == "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n"
-    assert turn.suffix == "<|im_end|>\n" and turn.stop_token_ids == {2}
-    plain = user_turn(with_template(LLAMA2_LIKE), model, None)
-    assert (plain.prefix, plain.suffix) == ("[INST] ", " [/INST]") and plain.stop_token_ids == {2}
-    with pytest.raises(ValueError, match="where the user's words go"):
-        user_turn(with_template("{{ 'fixed text' }}"), model, None)
-    with pytest.raises(ValueError, match="refuses"):
-        user_turn(with_template("{{ raise_exception('no') }}"), model, None)
+def test_alpaca_fields_and_system_columns_are_not_lost(tmp_path: Path) -> None:
+    rows = [{"instruction": "Translate:", "input": "Hallo", "output": "x"}, {"instruction": "Sing", "input": ""}]
+    assert texts(load(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)[0]) == [chat("Translate:\n\nHallo"), chat("Sing")]
+    rows = [{"question": "Why?", "system_prompt": "Be brief"}]
+    assert texts(load(write_jsonl(tmp_path / "b.jsonl", rows), tmp_path)[0]) == [
+        "<|im_start|>system\nBe brief<|im_end|>\n" + chat("Why?")
+    ]
 
 
-def test_a_turn_may_end_with_another_token_than_the_text() -> None:
-    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}"
-    assert user_turn(with_template(template), tiny_model(), None).stop_token_ids == {0, 2}
-    assert stop_ids(tiny_model(), tiny_tokenizer()) == {2}
-
-
-def make_questions(tmp_path: Path, **settings: object) -> tuple[list[Prompt], Accounting]:
-    corpus = CorpusConfig(**{"num_prompts": 12, "batch_size": 8, **settings})  # type: ignore[arg-type]
-    accounting = Accounting()
-    maker = QuestionMaker(
-        corpus, tiny_tokenizer(), tiny_model(), TransformersGenerator(tiny_model(), batch_size=8)
-    )
-    return maker.make(tmp_path / "questions", accounting, CorpusProgress()), accounting
-
-
-def test_questions_come_from_the_template_and_are_accounted_for(tmp_path: Path) -> None:
-    prompts, accounting = make_questions(tmp_path, question_starters=["What", "Why"])
-    assert len(prompts) == 12 == len({prompt.prompt_id for prompt in prompts})
-    for text in texts(prompts):
-        assert text.startswith(("<|im_start|>user\nWhat", "<|im_start|>user\nWhy"))
-        assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert accounting.num_requested == 12 + accounting.skipped.total()
-    assert accounting.skipped["question_cut"] > 0
-
-
-def test_questions_are_the_same_again_and_differ_by_seed(tmp_path: Path) -> None:
-    first = make_questions(tmp_path / "a")[0]
-    assert first == make_questions(tmp_path / "b")[0]
-    assert first == make_questions(tmp_path / "a")[0], "read back from finished rounds"
-    assert first != make_questions(tmp_path / "c", seed=1)[0]
-
-
-def test_topics_fill_the_system_prompts() -> None:
-    with pytest.raises(ValueError, match="go together"):
-        CorpusConfig(topics=["cooking"])
-    with pytest.raises(ValueError, match="go together"):
-        CorpusConfig(system_prompts=["About {topic}"])
-    maker = QuestionMaker(
-        CorpusConfig(system_prompts=["Ask about {topic}."], topics=["tea", "sea"]),
-        tiny_tokenizer(),
-        tiny_model(),
-        TransformersGenerator(tiny_model(), batch_size=8),
-    )
-    prefixes = {maker._slot(number).turn.prefix for number in range(20)}
-    assert prefixes == {
-        f"<|im_start|>system\nAsk about {topic}.<|im_end|>\n<|im_start|>user\n" for topic in ("tea", "sea")
-    }
-
-
-def test_no_usable_question_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no usable question in 16 tries"):
-        make_questions(tmp_path, num_prompts=4, min_question_tokens=48)
-
-
-@pytest.mark.parametrize(
-    ("second", "expected"),
-    [
-        ("What is the capital of France?", "duplicate"),
-        ("what is  the capital, of france", "duplicate"),
-        ("What is the capital of France today?", "near_duplicate"),
-        ("What is the capital of Peru?", None),
-        ("Write a poem.", None),
-    ],
-)
-def test_duplicates(second: str, expected: str | None) -> None:
-    duplicates = DuplicateFilter()
-    assert duplicates.reason("What is the capital of France?") is None
-    assert duplicates.reason(second) == expected
+def test_one_prompt_of_two_sources_is_taken_once(tmp_path: Path) -> None:
+    rows = [{"text": "same"}, {"text": [{"role": "user", "content": "same"}]}, {"text": "other"}]
+    prompts, accounting = load(write_jsonl(tmp_path / "p.jsonl", rows), tmp_path)
+    assert texts(prompts) == [chat("same"), chat("other")] and accounting.examples["duplicate"] == ["p.jsonl:1"]

@@ -2,6 +2,8 @@
 
 import errno
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,16 +12,20 @@ from datasets import Dataset
 
 from pipeline.corpus import read_corpus, split_corpus
 from pipeline.corpus.accounting import Accounting
-from pipeline.corpus.answers import plan_shards
-from pipeline.corpus.prompts import make_prompt
+from pipeline.corpus.answer_folder import AnswerFolder
+from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options
+from pipeline.corpus.backends.native import NativeCorpusBackend
+from pipeline.corpus.rows import Row
 from pipeline.corpus.shards import QUESTION_SCHEMA, ShardFolder
 from pipeline.corpus.stage import run_corpus
 from pipeline.schema import CorpusConfig
+from tests.unit.pipeline.corpus_contract import make_rows
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config
 
 ROW = {"slot": 1, "text": "x", "num_tokens": 3, "finish_reason": "stop"}
 COLUMNS = [
-    "prompt_id", "source", "prompt_token_ids", "response_token_ids", "finish_reason", "temperature", "seed", "topk_ids", "topk_logprobs",
+    "prompt_id", "source", "domain", "prompt_token_ids", "response_token_ids", "finish_reason", "temperature", "top_p", "seed",
+    "topk_ids", "topk_logprobs",
 ]  # fmt: skip
 
 
@@ -67,7 +73,7 @@ def test_finished_shards_are_kept_and_damaged_ones_made_again(tmp_path: Path) ->
     kept_time = kept.stat().st_mtime_ns
     truncated.write_bytes(truncated.read_bytes()[: truncated.stat().st_size // 2])
     missing.unlink()
-    (folder / "shards" / "000099.tmp").write_bytes(b"half a shard")
+    (folder / "shards" / "0123.99.tmp").write_bytes(b"half a shard")
     question_round = folder / "questions" / "000001.parquet"
     question_round.write_bytes(b"")
     run(tmp_path)
@@ -79,10 +85,28 @@ def test_a_shard_of_other_prompts_is_not_taken_for_its_own(tmp_path: Path) -> No
     """speculators 1081: a file is keyed by what it was made from."""
     other, _ = run(tmp_path, "other", seed=5)
     folder, _ = run(tmp_path)
+    before, record = read_corpus(folder).to_list(), (folder / "corpus.json").read_text()
+    for file in (other / "shards").glob("*.parquet"):
+        (folder / "shards" / file.name).write_bytes(file.read_bytes())
+    run(tmp_path)
+    assert read_corpus(folder).to_list() == before and (folder / "corpus.json").read_text() == record
+
+
+def test_a_shard_that_repeats_rows_is_not_counted_twice(tmp_path: Path) -> None:
+    folder, _ = run(tmp_path)
     before = read_corpus(folder).to_list()
-    (folder / "shards" / "000000.parquet").write_bytes((other / "shards" / "000000.parquet").read_bytes())
+    file = next((folder / "shards").glob("*.parquet"))
+    (folder / "shards" / "ffffffffffffffff.parquet").write_bytes(file.read_bytes())
     run(tmp_path)
     assert read_corpus(folder).to_list() == before
+
+
+def test_how_the_work_is_cut_changes_nothing(tmp_path: Path) -> None:
+    """speculators 716: what is done is known by content, whatever the order and the batches were."""
+    rows = read_corpus(run(tmp_path)[0]).to_list()
+    assert read_corpus(run(tmp_path, "other", shard_rows=5)[0]).to_list() == rows
+    first, second = ({f.name for f in (tmp_path / name / "shards").iterdir()} for name in ("work", "other"))
+    assert len(second) == 5 and not first & second
 
 
 def test_unwritable_folder_is_named(tmp_path: Path) -> None:
@@ -128,22 +152,9 @@ def test_reading_what_is_not_there_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no corpus shards"):
         read_corpus(tmp_path)
     folder, _ = run(tmp_path)
-    (folder / "shards" / "000001.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"000001\.parquet.*damaged"):
+    (folder / "shards" / "0123456789abcdef.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"0123456789abcdef\.parquet.*damaged"):
         read_corpus(folder)
-
-
-def test_plans_alternate_temperatures_and_sort_by_length() -> None:
-    prompts = [make_prompt(range(1, 3 + i % 5 + i // 7), source="s", row=str(i)) for i in range(31)]
-    corpus = CorpusConfig(temperatures=[0.0, 1.0, 0.5], shard_rows=4)
-    plans = plan_shards(prompts, corpus)
-    rows = [(p.row, plan.temperature) for plan in plans for p in plan.prompts]
-    assert sorted(rows) == sorted((str(i), [0.0, 1.0, 0.5][i % 3]) for i in range(31))
-    assert [plan.index for plan in plans] == list(range(len(plans))) and max(
-        len(plan.prompts) for plan in plans
-    ) == 4
-    lengths = [len(p.token_ids) for plan in plans if plan.temperature == 0.5 for p in plan.prompts]
-    assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
@@ -167,20 +178,74 @@ def test_split_refuses_empty_sides(fraction: float) -> None:
         split_corpus(Dataset.from_dict({"prompt_id": ["a"]}), fraction)
 
 
-def test_accounting_refuses_a_lost_row() -> None:
-    accounting = Accounting(num_requested=2)
-    accounting.write(finish_reason="stop", num_prompt_tokens=3, num_response_tokens=4)
+def test_accounting_refuses_a_lost_row(tmp_path: Path) -> None:
+    row = make_rows([[1, 50, 51]])[0]
+    answers = AnswerFolder(tmp_path)
+    answers.write(
+        [FinishedRow(row, [4, 5], "length"), FinishedRow(replace(row, seed=9), failure="non_finite_logits")]
+    )
+    accounting = Accounting(num_requested=3)
+    accounting.count_shards(answers.files())
     with pytest.raises(AssertionError, match="lost"):
         accounting.to_dict()
-    accounting.fail("non_finite_logits", "row 1")
-    assert accounting.to_dict()["failed"] == {"non_finite_logits": 1}
-    assert accounting.to_dict()["examples"] == {"non_finite_logits": ["row 1"]}
+    accounting.num_requested = 2
+    record = accounting.to_dict()
+    assert record["written"] == 1 and record["failed"] == {"non_finite_logits": 1}
+    assert record["num_prompt_tokens"] == 3 and record["num_response_tokens"] == 2
+    assert record["examples"] == {"non_finite_logits": ["test:0"]}
+
+
+def test_corpora_of_the_first_version_can_be_read(tmp_path: Path) -> None:
+    folder, _ = run(tmp_path)
+    before = read_corpus(folder).to_list()
+    for file in (folder / "shards").glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["domain", "top_p"]), file)
+    assert read_corpus(folder).to_list() == before
+
+
+def test_failed_rows_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that came to nothing is accounted for in every later run on the same folder."""
+    generate = NativeCorpusBackend.generate
+
+    def failing(self: NativeCorpusBackend, rows: Iterator[Row], options: Options) -> Iterator[FinishedRow]:
+        for number, finished in enumerate(generate(self, rows, options)):
+            broken = options.topk and number % 5 == 0
+            yield FinishedRow(finished.row, failure="non_finite_logits") if broken else finished
+
+    monkeypatch.setattr(NativeCorpusBackend, "generate", failing)
+    _, figures = run(tmp_path)
+    assert figures["num_failed"] == 5 and figures["num_written"] == 19
+    monkeypatch.undo()
+    assert run(tmp_path)[1]["num_failed"] == 5
+
+
+def test_what_has_finished_is_on_disk_when_the_engine_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = NativeCorpusBackend.generate
+
+    def dying(self: NativeCorpusBackend, rows: Iterator[Row], options: Options) -> Iterator[FinishedRow]:
+        for number, finished in enumerate(generate(self, rows, options)):
+            if options.topk and number == 11:
+                raise EngineFailure("gone")
+            yield finished
+
+    monkeypatch.setattr(NativeCorpusBackend, "generate", dying)
+    with pytest.raises(EngineFailure, match="gone"):
+        run(tmp_path)
+    files = sorted((tmp_path / "work" / "shards").glob("*.parquet"))
+    assert sum(pq.read_metadata(file).num_rows for file in files) == 11
+    monkeypatch.undo()
+    folder, _ = run(tmp_path)
+    assert read_corpus(folder).to_list() == read_corpus(run(tmp_path, "undisturbed")[0]).to_list()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("batch_size", 0), ("num_prompts", 0), ("num_prompts", None), ("topk", -1), ("temperatures", []), ("temperatures", [-1.0]),
+        ("backend", "tgi"), ("base_urls", ["http://x"]), ("engine_args", {"a": 1}), ("num_in_flight", 0),
+        ("batch_size", 0), ("num_prompts", 0), ("num_prompts", None), ("topk", -1),
+        ("samples_per_prompt", 0), ("prefix_tokens", 0), ("near_duplicate_jaccard", 0.0),
         ("self_ask_top_p", 0.0), ("held_out_fraction", 1.0), ("max_questions_per_prompt", 0.5),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -237,6 +238,35 @@ def test_serve_line_starts_vllm_with_the_settings_file(tmp_path: Path) -> None:
         assert (Path(where) / config["model"]).is_dir()
 
 
+def test_other_engines_start_lines_name_target_draft_and_gamma(tmp_path: Path) -> None:
+    """Stand-ins record their words: SGLang verifies one token more than it drafts; TensorRT-LLM reads the settings file."""
+    folder = tmp_path / "a folder"
+    (folder / "draft").mkdir(parents=True)
+    write_serving_files(folder, target="org/it's", gamma=3, draft_sample_method="greedy", dtype="float32")
+    for name in ("python", "trtllm-serve"):
+        (tmp_path / name).write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    said = {
+        script: subprocess.run(
+            [str(folder / script), "--port", "1"], capture_output=True, text=True, check=True, env=env, cwd="/"
+        ).stdout.split()
+        for script in ("sglang.sh", "tensorrt_llm.sh")
+    }
+    assert said["sglang.sh"] == [
+        *("-m", "sglang.launch_server", "--model-path", "org/it's", "--speculative-algorithm", "STANDALONE"),
+        *("--speculative-draft-model-path", "./draft", "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--port", "1"),
+    ]
+    assert said["tensorrt_llm.sh"] == ["org/it's", "--extra_llm_api_options", "tensorrt_llm.yaml", "--port", "1"]
+    settings = yaml.safe_load((folder / "tensorrt_llm.yaml").read_text())
+    assert settings["speculative_config"] == {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "./draft",
+    }
+
+
 def test_shortlisted_head_proposes_only_trained_ids_in_any_engine(tmp_path: Path) -> None:
     """FR-Spec heads leave rows untrained; Transformers and vLLM would propose from them."""
     target = save(tmp_path / "target", make_model(vocab_size=104, num_layers=3))
@@ -275,3 +305,20 @@ def test_gemma_keeps_its_tied_head_and_says_so(tmp_path: Path) -> None:
     )
     assert [finding.code for finding in findings] == ["full_head"]
     assert model.config.tie_word_embeddings
+
+
+def test_gemma_with_a_head_of_its_own_says_that_vllm_would_not_read_it(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", make_model("gemma", num_layers=3))
+    make_model("gemma", tied=False, seed=1).save_pretrained(tmp_path / "draft")
+    model, findings = export_draft(
+        tmp_path / "draft",
+        tmp_path / "out",
+        target=ref(target),
+        dtype="float32",
+        gamma=1,
+        copied_layers=False,
+        vocab_ids=[0, 1, 2, 5],
+    )
+    assert [finding.code for finding in findings] == ["own_head"]
+    with torch.no_grad():
+        assert set(model(input_ids=IDS_BT).logits.argmax(dim=-1).flatten().tolist()) <= {0, 1, 2, 5}

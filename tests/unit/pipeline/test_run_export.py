@@ -64,9 +64,13 @@ def context(tmp_path: Path) -> StageContext:
 def test_the_folder_is_complete_and_the_report_has_the_agreed_keys(context: StageContext) -> None:
     figures = run_export(context)
     names = {path.name for path in context.work_dir.iterdir()}
-    assert names == {"draft", "speculative_config.json", "serve.sh", "assisted_generation.py", "report.json"}
+    starters = {"serve.sh", "sglang.sh", "tensorrt_llm.sh", "tensorrt_llm.yaml"}
+    assert names == {
+        "draft", "speculative_config.json", "assisted_generation.py", "report.json", *starters
+    }  # fmt: skip
     report = json.loads((context.work_dir / "report.json").read_text())
-    assert set(report) == {"target", "draft", "machine", "corpus", "minutes", "acceptance_rate", "bench"}
+    agreed = {"target", "draft", "machine", "corpus", "minutes", "acceptance_rate", "bench"}
+    assert set(report) == agreed | {"prediction"}
     assert report["target"] == {"name": "tiny", "path": context.target.path}
     assert {"name", "path", "num_parameters", "num_layers", "hidden_size"} <= set(report["draft"])
     assert (context.work_dir / report["draft"]["path"] / "config.json").is_file()

@@ -1,21 +1,21 @@
-"""A draft made of the target's own layers, and the vocabulary shortlist of its head."""
+"""A draft made of the target's own layers."""
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
-from datasets import Dataset
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 
-def select_layers(num_target_layers: int, num_layers: int, keep_layers: Sequence[int] | None = None) -> list[int]:
+def select_layers(
+    num_target_layers: int, num_layers: int, keep_layers: Sequence[int] | None = None, *, pattern: str = "even"
+) -> list[int]:
     """Indices of the target's layers that the draft keeps, ascending.
 
-    `keep_layers` if given; otherwise `num_layers` evenly spaced ones, the first and the last among them (a single layer
-    is the first).
+    `keep_layers` if given; otherwise `num_layers` of them by `pattern`: "even" (evenly spaced, the first and the last among
+    them; a single layer is the first), "first", or "ends" (the first half from the front, the rest from the back).
     """
     if keep_layers is not None:
         outside = [index for index in keep_layers if not 0 <= index < num_target_layers]
@@ -29,8 +29,12 @@ def select_layers(num_target_layers: int, num_layers: int, keep_layers: Sequence
         return list(keep_layers)
     if not 1 <= num_layers <= num_target_layers:
         raise ValueError(f"draft.num_layers={num_layers}: choose from 1 to {num_target_layers}, the target's layers")
-    if num_layers == 1:
-        return [0]
+    if pattern == "first" or num_layers == 1:
+        return list(range(num_layers))
+    if pattern == "ends":
+        num_front = (num_layers + 1) // 2
+        return [*range(num_front), *range(num_target_layers - (num_layers - num_front), num_target_layers)]
+    assert pattern == "even"
     return [round(position) for position in np.linspace(0, num_target_layers - 1, num_layers).tolist()]
 
 
@@ -44,9 +48,9 @@ def draft_from_layers(target: PreTrainedModel, keep_layers: Sequence[int]) -> Pr
     config = target.config.get_text_config()
     num_target_layers = int(config.num_hidden_layers)
     kept = select_layers(num_target_layers, len(keep_layers), keep_layers)
-    prefix = _layers_prefix(target, num_target_layers)
+    prefix = layers_prefix(target, num_target_layers)
     draft_config = copy.deepcopy(target.config)
-    _cut_config(draft_config.get_text_config(), num_target_layers, kept)
+    cut_config(draft_config.get_text_config(), num_target_layers, kept)
     draft = type(target)._from_config(draft_config, dtype=target.dtype)
     new_index = {str(old): str(new) for new, old in enumerate(kept)}
     state = {}
@@ -64,37 +68,11 @@ def draft_from_layers(target: PreTrainedModel, keep_layers: Sequence[int]) -> Pr
             f"make a smaller model of the same class; keep others. {error}"
         ) from error
     draft.tie_weights()
-    draft.generation_config = _plain_generation_config(target)
+    draft.generation_config = plain_generation_config(target)
     return draft.to(target.device).eval()
 
 
-def frequent_token_ids(train_dataset: Dataset, num_ids: int, always_include: Iterable[int] = ()) -> list[int]:
-    """The `num_ids` most frequent response tokens of the training rows, ascending (FR-Spec, Zhao et al. 2025).
-
-    `always_include` (the special ids) are always among them; ties and ids that never occur go by the lowest id, which
-    in a BPE vocabulary is the earliest merge.
-    """
-    always = sorted(set(always_include))
-    if num_ids < max(1, len(always)):
-        raise ValueError(f"draft.vocab_shortlist={num_ids}: must be at least the {max(1, len(always))} special ids")
-    counts = np.zeros(num_ids, dtype=np.int64)
-    column = train_dataset.select_columns(["response_token_ids"]).with_format("numpy")
-    for batch in column.iter(batch_size=1024):
-        for tokens in batch["response_token_ids"]:
-            if len(tokens):
-                new = np.bincount(np.asarray(tokens, dtype=np.int64), minlength=len(counts))
-                new[: len(counts)] += counts
-                counts = new
-    ranked = np.argsort(-counts, kind="stable").tolist()
-    chosen = set(always)
-    for token_id in ranked:
-        if len(chosen) == num_ids:
-            break
-        chosen.add(token_id)
-    return sorted(chosen)
-
-
-def _layers_prefix(model: PreTrainedModel, num_layers: int) -> str:
+def layers_prefix(model: PreTrainedModel, num_layers: int) -> str:
     """Dotted name of the decoder's list of layers."""
     names = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
@@ -108,7 +86,7 @@ def _layers_prefix(model: PreTrainedModel, num_layers: int) -> str:
     return tops[0]
 
 
-def _cut_config(config: PreTrainedConfig, num_layers: int, kept: Sequence[int]) -> None:
+def cut_config(config: PreTrainedConfig, num_layers: int, kept: Sequence[int]) -> None:
     """Set the layer count and keep the kept layers' entries of every per-layer list."""
     for name, value in list(vars(config).items()):
         per_layer = re.search(r"layer|block|rope|mlp|attention", name) is not None
@@ -120,13 +98,8 @@ def _cut_config(config: PreTrainedConfig, num_layers: int, kept: Sequence[int]) 
         config.max_window_layers = sum(index < config.max_window_layers for index in kept)
 
 
-def _plain_generation_config(target: PreTrainedModel) -> GenerationConfig:
+def plain_generation_config(target: PreTrainedModel) -> GenerationConfig:
+    """Token ids only, without penalties and samplers."""
     source = target.generation_config or target.config
     ids = {name: getattr(source, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
-
-
-def num_parameters(model: PreTrainedModel) -> int:
-    """Parameters of the model, tied ones once."""
-    unique: dict[int, torch.Tensor] = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    return sum(parameter.numel() for parameter in unique.values())

@@ -1,0 +1,68 @@
+"""Optional Triton kernels of liger-kernel (Hsu et al. 2024) on CUDA: head projection, loss and gradient in one pass.
+
+They cover a single divergence (forward KL, reverse KL or JSD) against the live target over the whole vocabulary. What they
+do not cover is refused rather than quietly computed the slow way. `distill.head.chunked_head_loss` is their oracle.
+
+Legend: S supervised positions, H hidden size, V ids.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from distill.head import LMHead
+from distill.objective import Objective
+
+WAY_OUT = "set train.liger=false"
+#: Position on the generalised JSD's axis, as liger has it.
+BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
+
+
+def require_liger() -> None:
+    """Raise ValueError where the kernels cannot run."""
+    if find_spec("liger_kernel") is None:
+        raise ValueError(
+            f"train.liger=true needs the package liger-kernel: pip install 'draftsmith[liger]', or {WAY_OUT}"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(f"train.liger=true needs a CUDA device, and torch sees none: {WAY_OUT}")
+
+
+def require_fusable(
+    objective: Objective, head: LMHead, target_head: LMHead | None, *, has_shortlist: bool, selects_tokens: bool
+) -> None:
+    """Raise ValueError for a training whose loss the kernels do not compute, naming what stands in the way."""
+    if target_head is None:
+        reason = "loss.teacher=cached: the kernels compare with the live target (loss.teacher=online)"
+    elif len(objective.weights) != 1 or not set(objective.weights) <= {*BETAS, "jsd"}:
+        reason = f"loss.weights={objective.weights}: they know one of forward_kl, reverse_kl and jsd"
+    elif has_shortlist:
+        reason = "draft.vocab_shortlist: they take the whole vocabulary"
+    elif selects_tokens:
+        reason = "train.token_selection: they weigh every position alike"
+    elif any(part.bias_V is not None or part.scale != 1.0 or part.softcap for part in (head, target_head)):
+        reason = "a head with bias, logit scale or soft cap"
+    elif head.weight_VH.shape[0] != target_head.weight_VH.shape[0]:
+        reason = f"heads of {head.weight_VH.shape[0]} and {target_head.weight_VH.shape[0]} ids"
+    else:
+        return
+    raise ValueError(f"train.liger=true does not go with {reason}; change it, or {WAY_OUT}")
+
+
+def fused_summed_loss(
+    hidden_SH: Tensor, head: LMHead, target_SH: Tensor, target_head: LMHead, objective: Objective, compute_dtype: torch.dtype
+) -> Tensor:
+    """Sum over the S positions of the objective's one divergence, a scalar; gradients reach `hidden_SH` and the head."""
+    from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+    ((name, weight),) = objective.weights.items()
+    beta = BETAS.get(name, objective.options["jsd"]["beta"])
+    apply: Callable[..., Tensor] = LigerFusedLinearJSDFunction.apply
+    with torch.autocast(hidden_SH.device.type, enabled=False):
+        mean = apply(
+            hidden_SH.to(compute_dtype), head.weight_VH.to(compute_dtype), target_SH.to(target_head.weight_VH.dtype),
+            target_head.weight_VH, None, beta, -100, objective.temperature, torch.float32,
+        )
+    return mean * (weight * len(hidden_SH))

@@ -1,0 +1,63 @@
+"""Does this draft pay, and at which gamma? From its tokens per forward and the step times of both models.
+
+No acceptance is assumed to be i.i.d. here: tau by gamma comes from text (`eval.rounds`) or from decoding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from eval.theory import StepTimes, predicted_speedup
+
+PAYS, PAYS_WHEN_SHORT, DOES_NOT_PAY = "pays", "pays only at", "does not pay"
+
+
+@dataclass(frozen=True)
+class DraftVerdict:
+    """`speedups`: predicted, by gamma. `best_gamma` is 0 where plain decoding is fastest; `best_speedup` is then 1."""
+
+    speedups: dict[int, float]
+    paying_gammas: list[int]
+    best_gamma: int
+    best_speedup: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether any gamma is faster than plain decoding."""
+        return bool(self.paying_gammas)
+
+    @property
+    def meaning(self) -> str:
+        """`pays`, `pays only at gamma 1, 2` or `does not pay`."""
+        if not self.pays:
+            return DOES_NOT_PAY
+        if len(self.paying_gammas) == len(self.speedups):
+            return PAYS
+        return f"{PAYS_WHEN_SHORT} gamma {', '.join(map(str, self.paying_gammas))}"
+
+
+def judge_draft(tau_by_gamma: Mapping[int, float], times: StepTimes) -> DraftVerdict:
+    """The verdict over all gammas for which both tau and T(gamma+1) are known.
+
+    Raises:
+        ValueError: there is none.
+    """
+    speedups = {
+        gamma: predicted_speedup(
+            tau=tau,
+            gamma=gamma,
+            draft_ms=times.mean_draft_ms(gamma),
+            target_ms=times.target_ms[0],
+            verify_ms=times.verify_ms(gamma),
+            overhead_ms=times.overhead_ms,
+        )
+        for gamma, tau in sorted(tau_by_gamma.items())
+        if 1 <= gamma <= times.max_gamma
+    }
+    if not speedups:
+        raise ValueError(
+            f"tau is known for gammas {sorted(tau_by_gamma)}, T(gamma+1) for 1 to {times.max_gamma}: none has both"
+        )
+    best = max(speedups, key=lambda gamma: (speedups[gamma], -gamma))
+    if speedups[best] <= 1:
+        return DraftVerdict(speedups, [], 0, 1.0)
+    return DraftVerdict(speedups, [g for g, s in speedups.items() if s > 1], best, speedups[best])

@@ -1,0 +1,244 @@
+"""`vllm bench serve` with and without the exported draft, at several loads: `make bench-serving`, or
+
+    python -m pipeline.bench_serving [--artifacts FOLDER] [--rates 0.5 1 2] [--concurrency 1 8] ...
+
+One server at a time. Every load point asks the same held-out prompts and is preceded by a warm-up. What is measured is
+written to `<artifacts>/serving/bench_serving.json` as soon as it is there.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.commands import run_command
+from pipeline.models import load_tokenizer
+from pipeline.report import describe_machine
+from pipeline.serving_inputs import ServedPair, held_out_prompts, read_pair
+from pipeline.store import write_json
+from pipeline.vllm_server import VLLMServer, vllm_command
+
+NUM_WARMUPS = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests arrive at `rate` per second (Poisson), or `concurrency` of them are always under way."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} at once"
+
+    def words(self) -> list[str]:
+        """For `vllm bench serve`."""
+        if self.rate is not None:
+            return ["--request-rate", f"{self.rate:g}"]
+        return ["--request-rate", "inf", "--max-concurrency", str(self.concurrency)]
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.bench_serving", description="vLLM with and without the exported draft."
+    )
+    parser.add_argument("--artifacts", type=Path, default=Path("artifacts"), help="folder of a finished run")
+    parser.add_argument("--target", help="folder or id, instead of the one that the report names")
+    parser.add_argument(
+        "--gamma", type=int, help="proposed tokens per round, instead of the exported setting"
+    )
+    parser.add_argument(
+        "--sampler", choices=["probabilistic", "greedy"], help="instead of the exported setting"
+    )
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="requests per second")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="*", default=[1, 8], help="requests under way at once"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--num-prompts", type=int, default=32, help="requests per load point")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-length", type=int, default=1024, help="prompt and answer together, in tokens")
+    parser.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="further words for `vllm serve`, last"
+    )
+    arguments = parser.parse_args(words)
+    if not arguments.rates and not arguments.concurrency:
+        parser.error("--rates and --concurrency are both empty: give at least one load")
+    return arguments
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """All load points of both servers; rows as in `row_of`. Writes them and the servers' logs into `folder`."""
+    pair = read_pair(arguments.artifacts, target=arguments.target)
+    pair = pair.with_settings(gamma=arguments.gamma, sampler=arguments.sampler)
+    max_tokens = arguments.max_length - arguments.max_new_tokens
+    prompts = held_out_prompts(arguments.artifacts, arguments.num_prompts, max_tokens=max_tokens)
+    tokenizer = load_tokenizer(pair.target) if Path(pair.target).is_dir() else load_tokenizer(str(pair.draft))
+    loads = [Load(rate=r) for r in arguments.rates] + [Load(concurrency=c) for c in arguments.concurrency]
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "machine": describe_machine(pair.dtype),
+        "pair": {**asdict(pair), "draft": str(pair.draft), "report": None},
+        "num_prompts": arguments.num_prompts,
+        "num_distinct_prompts": len(prompts),
+        "max_new_tokens": arguments.max_new_tokens,
+        "serve": arguments.serve,
+    }
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = Path(scratch) / "prompts.jsonl"
+        texts.write_text("".join(json.dumps({"prompt": tokenizer.decode(ids)}) + "\n" for ids in prompts))
+        for draft, server in servers(pair, arguments, folder):
+            with server:
+                for temperature in arguments.temperatures:
+                    for load in loads:
+                        result = bench(
+                            server, pair.target, load, temperature, arguments, texts, Path(scratch)
+                        )
+                        rows.append(row_of(result, draft=draft, load=load, temperature=temperature))
+                        write_json(folder / "bench_serving.json", {"settings": settings, "rows": rows})
+                        print(
+                            f"{draft}, temperature {temperature:g}, {load.name}: "
+                            f"{rows[-1]['output_tokens_per_second']:.1f} tokens/s",
+                            flush=True,
+                        )
+    return rows
+
+
+def servers(
+    pair: ServedPair, arguments: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, VLLMServer]]:
+    """The plain server, then the one with the draft; not started yet."""
+    words = [
+        "--dtype",
+        pair.dtype,
+        "--max-model-len",
+        str(arguments.max_length),
+        "--no-enable-prefix-caching",
+    ]
+    words += arguments.serve
+    yield "none", VLLMServer(pair.target, log=folder / "serve_plain.log", arguments=words)
+    yield (
+        "distilled",
+        VLLMServer(
+            pair.target,
+            log=folder / "serve_draft.log",
+            arguments=words,
+            speculative_config=pair.speculative_config(),
+        ),
+    )
+
+
+def bench(
+    server: VLLMServer,
+    target: str,
+    load: Load,
+    temperature: float,
+    arguments: argparse.Namespace,
+    prompts: Path,
+    scratch: Path,
+) -> dict[str, Any]:
+    """One run of `vllm bench serve`; its own result file.
+
+    Raises:
+        RuntimeError: it failed, or requests did; with the end of its output.
+    """
+    command = [
+        vllm_command(), "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
+        "--base-url", server.base_url, "--model", target, "--served-model-name", server.model_name,
+        "--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template",
+        "--num-prompts", str(arguments.num_prompts), "--num-warmups", str(NUM_WARMUPS), "--disable-tqdm",
+        "--custom-output-len", str(arguments.max_new_tokens), "--temperature", str(temperature),
+        # The prompts' texts hold their special tokens already.
+        "--extra-body", '{"add_special_tokens": false}', "--seed", "0",
+        "--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,99",
+        "--save-result", "--result-dir", str(scratch), "--result-filename", "result.json", *load.words(),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    path = scratch / "result.json"
+    if done.returncode or not path.is_file():
+        raise RuntimeError(f"{' '.join(command)} failed:\n" + "\n".join(done.stdout.splitlines()[-20:]))
+    result: dict[str, Any] = json.loads(path.read_text())
+    path.unlink()
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} of {arguments.num_prompts} requests failed; see {server.log}")
+    return result
+
+
+def row_of(result: dict[str, Any], *, draft: str, load: Load, temperature: float) -> dict[str, Any]:
+    """Of `vllm bench serve`'s result, what is reported. Acceptance is accepted / proposed tokens, in [0, 1]."""
+    acceptance = result.get("spec_decode_acceptance_rate")
+    return {
+        "draft": draft,
+        "temperature": temperature,
+        "load": load.name,
+        **asdict(load),
+        "output_tokens_per_second": result["output_throughput"],
+        "requests_per_second": result["request_throughput"],
+        **{
+            f"{metric}_ms_{p}": result[f"{p}_{metric}_ms"]
+            for metric in ("ttft", "tpot", "e2el")
+            for p in ("p50", "p99")
+        },
+        "draft_acceptance_rate": None if acceptance is None else acceptance / 100,
+        "tokens_per_forward": result.get("spec_decode_acceptance_length", 1.0),
+        "acceptance_by_position": result.get("spec_decode_per_position_acceptance_rates"),
+        "num_output_tokens": result["total_output_tokens"],
+        "seconds": result["duration"],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Plain and drafted rows of one load below each other."""
+    shown = Table(title="vLLM on held-out prompts")
+    for name in (
+        "T",
+        "load",
+        "draft",
+        "tokens/s",
+        "TTFT p50 ms",
+        "p99",
+        "TPOT p50 ms",
+        "p99",
+        "acceptance",
+        "tokens/forward",
+    ):
+        shown.add_column(name, justify="left" if name in ("load", "draft") else "right")
+    order = {key: i for i, key in enumerate(dict.fromkeys((r["temperature"], r["load"]) for r in rows))}
+    for row in sorted(rows, key=lambda r: order[r["temperature"], r["load"]]):
+        acceptance = row["draft_acceptance_rate"]
+        shown.add_row(
+            f"{row['temperature']:g}", row["load"], row["draft"], f"{row['output_tokens_per_second']:.1f}",
+            *(f"{row[key]:.0f}" for key in ("ttft_ms_p50", "ttft_ms_p99")),
+            *(f"{row[key]:.1f}" for key in ("tpot_ms_p50", "tpot_ms_p99")),
+            "" if acceptance is None else f"{acceptance:.3f}", f"{row['tokens_per_forward']:.2f}",
+        )  # fmt: skip
+    return shown
+
+
+def main(words: Sequence[str]) -> None:
+    """The command.
+
+    Raises:
+        ValueError: vLLM or the export is missing, a wrong setting.
+    """
+    arguments = parse_arguments(words)
+    folder = arguments.artifacts / "serving"
+    rows = run(arguments, folder)
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=140)).print(table(rows))
+    print(f"written to {folder / 'bench_serving.json'}")
+
+
+if __name__ == "__main__":
+    run_command(main)

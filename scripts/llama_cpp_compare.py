@@ -1,0 +1,96 @@
+"""llama.cpp with and without the draft: same greedy text? how much is accepted? how fast? Needs the package xllamacpp only.
+
+    python scripts/llama_cpp_compare.py artifacts/gguf [--type q8_0] [--gamma N] [--num-prompts 6] [--max-tokens 64]
+
+Runs llama.cpp's server code in this process, on the CPU, one request at a time; each prompt is answered plainly and with the
+draft in turn, so that a slow moment of the machine falls on both. Prints one line per prompt and the sums.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import xllamacpp
+
+PROMPTS = (
+    "Why is the sky blue?",
+    "Give me a recipe for tomato soup.",
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "What is the difference between a virus and a bacterium?",
+    "How do I politely decline an invitation?",
+    "Name five uses for an empty jar.",
+    "What causes the seasons?",
+)
+
+
+def start_server(folder: Path, file_type: str, *, gamma: int, num_threads: int) -> Any:
+    """A server for the target alone (gamma 0) or with the draft; p_min 0 keeps gamma constant, as elsewhere."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(folder / f"target-{file_type}.gguf")
+    params.n_ctx, params.n_parallel, params.verbosity = 2048, 1, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
+    if gamma:
+        draft = params.speculative.draft
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        draft.mparams.path = str(folder / f"draft-{file_type}.gguf")
+        draft.n_max, draft.n_min, draft.p_min = gamma, 0, 0.0
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = num_threads
+    return xllamacpp.Server(params)
+
+
+def answer(server: Any, prompt: str, max_tokens: int) -> tuple[str, dict[str, float]]:
+    """The greedy text and the server's own timings."""
+    request = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "cache_prompt": False,
+    }
+    response = server.handle_chat_completions(request)
+    response = json.loads(response) if isinstance(response, str) else response
+    return response["choices"][0]["message"]["content"], response["timings"]
+
+
+def main() -> None:
+    """Compare, print, and end with 1 when a text differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--type", default="q8_0")
+    parser.add_argument("--gamma", type=int, help="default: that of the export (pair.json)")
+    parser.add_argument("--num-prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    gamma = options.gamma or json.loads((options.folder / "pair.json").read_text())["num_speculative_tokens"]
+    plain = start_server(options.folder, options.type, gamma=0, num_threads=options.threads)
+    drafted = start_server(options.folder, options.type, gamma=gamma, num_threads=options.threads)
+    sums = dict.fromkeys(("tokens", "plain_ms", "drafted_ms", "proposed", "accepted", "different"), 0.0)
+    for prompt in PROMPTS[: options.num_prompts]:
+        text, without = answer(plain, prompt, options.max_tokens)
+        text_drafted, timings = answer(drafted, prompt, options.max_tokens)
+        sums["tokens"] += without["predicted_n"]
+        sums["plain_ms"] += without["predicted_ms"]
+        sums["drafted_ms"] += timings["predicted_ms"] * without["predicted_n"] / timings["predicted_n"]
+        sums["proposed"] += timings.get("draft_n", 0)
+        sums["accepted"] += timings.get("draft_n_accepted", 0)
+        sums["different"] += text != text_drafted
+        same = "same" if text == text_drafted else "DIFFERS"
+        print(
+            f"{same}  {without['predicted_per_second']:.1f} -> {timings['predicted_per_second']:.1f} tok/s  {prompt}"
+        )
+    print(
+        f"{options.type}, gamma {gamma}, {options.threads} thread(s): {1e3 * sums['tokens'] / sums['plain_ms']:.1f} tok/s plain, "
+        f"{1e3 * sums['tokens'] / sums['drafted_ms']:.1f} with the draft ({sums['plain_ms'] / sums['drafted_ms']:.2f}x); "
+        f"{sums['accepted']:.0f} of {sums['proposed']:.0f} proposed tokens accepted; {sums['different']:.0f} texts differ"
+    )
+    sys.exit(1 if sums["different"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`make rank`: usable drafts measured side by side, the others with their reason; exit codes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill.draft_init import draft_from_layers
+from eval.config import BenchConfig, EvalConfig
+from pipeline.models import load_causal_lm, load_tokenizer, resolve_target
+from pipeline.rank import main, rank
+from pipeline.rank_candidates import short_names
+from pipeline.rank_table import rank_table, sort_rows
+from pipeline.schema import Config, PreflightConfig, TrackingConfig
+from tests.conftest import ROOT
+from tests.unit.pipeline import tiny_models
+from tests.unit.pipeline.corpus_samples import tiny_config
+from tests.unit.pipeline.trained_samples import finish_stages
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = tiny_config(tmp_path_factory.mktemp("rank") / "artifacts", num_prompts=40)
+    config.corpus.held_out_fraction = 0.5
+    config.eval = EvalConfig(num_bootstrap=20, num_viewer_prompts=1, decoded_tokens=6, viewer_gamma=2)
+    config.bench = BenchConfig(num_prompts=2, max_new_tokens=6, num_bootstrap=20, backends=["native"], num_warmup_prompts=0)
+    config.preflight = PreflightConfig(max_gamma=3, context_tokens=8, num_repeats=2)
+    config.tracking = TrackingConfig(enabled=False)
+    finish_stages(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def folders(config: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A draft from elsewhere, one with another tokenizer, and one whose weights are gone."""
+    root, reference = tmp_path_factory.mktemp("drafts"), resolve_target(config)
+    target = load_causal_lm(reference.path, "float32")
+    for name in ("sibling", "broken"):
+        draft_from_layers(target, [0, 2]).save_pretrained(root / name)
+        load_tokenizer(reference.path).save_pretrained(root / name)
+    (root / "broken" / "model.safetensors").unlink()
+    tiny_models.save(root / "stranger", tiny_models.make_model(), tiny_models.make_tokenizer())
+    shutil.copy(Path(reference.path) / "generation_config.json", root / "sibling")
+    return {name: root / name for name in ("sibling", "broken", "stranger")}
+
+
+def test_usable_drafts_are_measured_and_the_others_say_why(
+    config: Config, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vllm 42775; sglang 24051: another tokenizer of the same size was silently wrong."""
+    words = ["undistilled", "distilled", *map(str, folders.values()), "no/such/folder"]
+    folder = rank(config, words)
+    result = json.loads((folder / "rank.json").read_text())
+    rows = {row["draft"]: row for row in result["drafts"]}
+    assert set(rows) == {"undistilled", "distilled", "sibling", "broken", "stranger", "folder"}
+    usable = {name for name, row in rows.items() if row["compatible"]}
+    assert usable == {"undistilled", "distilled", "sibling"}
+    for name in usable:
+        row = rows[name]
+        assert {e["temperature"] for e in row["acceptance_rate"]} == {0.0, 1.0}
+        assert all(0 <= e["value"] <= 1 for e in row["acceptance_rate"])
+        assert row["measured_speedup"] > 0 and row["measured_gamma"] in (1, 2, 3)
+        assert list(row["predicted_speedup_by_gamma"]) == ["1", "2", "3"]
+        assert row["predicted_gamma"] in (0, 1, 2, 3) and row["cost_ratio"] > 0
+        assert row["num_parameters"] > 0 and row["weights_mib"] > 0 and row["kv_mib_per_1000_tokens"] > 0
+        assert row["verdict"].startswith(("pays", "does not pay"))
+    assert "tokenizer" in " ".join(rows["stranger"]["reasons"])
+    assert all(rows[name]["reasons"] and "measured_speedup" not in rows[name] for name in rows.keys() - usable)
+    speeds = [row["measured_speedup"] for row in result["drafts"][:3]]
+    assert speeds == sorted(speeds, reverse=True)
+    out = capsys.readouterr().out
+    assert "no/such/folder" in out and "fastest first" in out
+    assert (folder / "viewer.html").read_text().count("<article") == 3 * 2
+
+
+def test_none_usable_is_refused_after_the_reasons_were_printed(
+    config: Config, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="none of the drafts"):
+        rank(config, [str(folders["stranger"])])
+    assert "tokenizer" in capsys.readouterr().out
+
+
+def test_users_mistakes(config: Config) -> None:
+    with pytest.raises(ValueError, match="no drafts to rank"):
+        rank(config, [])
+    with pytest.raises(ValueError, match="named twice: a"):
+        rank(config, ["a", "a"])
+    fresh = tiny_config(Path(config.artifacts_dir), num_prompts=7)
+    with pytest.raises(ValueError, match="distill stage is not finished"):
+        rank(fresh, ["distilled"])
+
+
+def test_words_with_an_equals_sign_are_settings(tmp_path: Path) -> None:
+    words = ["+experiment=tiny", f"artifacts_dir={tmp_path}", "tracking=off"]
+    with pytest.raises(ValueError, match="no drafts to rank"):
+        main(words)
+    with pytest.raises(ValueError, match=r"distill stage is not finished"):
+        main([*words, "undistilled"])
+    with pytest.raises(ValueError, match="no_such_key"):
+        main([*words, "no_such_key=1", "x"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/b", "c/d"], ["b", "d"]),
+        (["x/draft", "y/draft/"], ["x/draft", "y/draft"]),
+        (["runs/none"], ["runs/none"]),
+        (["distilled", "org/distilled"], ["distilled", "org/distilled"]),
+    ],
+)
+def test_drafts_get_the_shortest_names_that_tell_them_apart(paths: list[str], names: list[str]) -> None:
+    assert short_names(paths) == names
+
+
+def test_the_table_puts_the_fastest_first_and_unusable_ones_last() -> None:
+    bad = {"draft": "bad", "compatible": False, "reasons": ["another [tokenizer]"], "warnings": []}
+    good = [
+        {
+            "draft": name, "compatible": True, "reasons": [], "warnings": ["w"] if name == "b" else [],
+            "num_parameters": 1e6, "weights_mib": 2.0, "kv_mib_per_1000_tokens": 0.5, "cost_ratio": 0.1,
+            "acceptance_rate": [{"temperature": 0.0, "value": 0.5}], "predicted_speedup": 1.2, "predicted_gamma": 2,
+            "measured_speedup": speed, "measured_low": speed - 0.1, "measured_high": speed + 0.1, "measured_gamma": 2,
+            "block_efficiency": 1.5, "verdict": "pays",
+        }
+        for name, speed in (("a", 1.05), ("b", 1.4))
+    ]  # fmt: skip
+    rows = sort_rows([bad, *good])
+    assert [row["draft"] for row in rows] == ["b", "a", "bad"]
+    table = rank_table(rows)
+    assert list(table.columns[1].cells) == ["after export", "yes", "no"]
+    assert "another \\[tokenizer]" in list(table.columns[-1].cells)[-1]
+
+
+def test_make_has_the_commands() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target in ("rank", "viewer", "spec-bench"):
+        assert f"\n{target}: $(STAMP) ## " in text
