@@ -113,6 +113,10 @@ class CostModel:
         else:
             self._overhead_ms.setdefault(size, deque(maxlen=self.WINDOW)).append(report.overhead_ms)
 
+    def num_plain_rounds(self, num_rows: int) -> int:
+        """Rounds without proposals that were measured at this batch size."""
+        return len(self._overhead_ms.get(_bucket(num_rows), ()))
+
     def round_ms(self, num_rows: int, gamma: int, width: int) -> Optional[float]:
         """Predicted milliseconds of a round, or None before anything is known."""
         target_ms = self._width_ms(_nearest(self._target_ms, num_rows), width)
@@ -145,6 +149,7 @@ class AutoGamma:
 
     FIRST_TRIAL_ROUNDS, LAST_TRIAL_ROUNDS = 64, 1024
     NUM_TRIALS_IN_A_ROW = 4
+    NUM_PLAIN_FIRST = 3  # at every batch size: what plain decoding costs there is measured and not guessed
     MIN_GAIN = 1.01  # a change must promise this much, so that noise does not make the choice flicker
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -155,6 +160,8 @@ class AutoGamma:
         self._num_plain_rounds, self._trial_interval, self._trials_left = 0, self.FIRST_TRIAL_ROUNDS, 0
 
     def choose(self, rows: Sequence[Row]) -> list[int]:
+        if self.cost.num_plain_rounds(len(rows)) < self.NUM_PLAIN_FIRST:
+            return [0] * len(rows)
         self._update(len(rows))
         gamma = self.gamma
         if gamma == 0 and self.max_gamma:
