@@ -21,10 +21,10 @@ from distill.objective import Objective
 from distill.own_head import OwnHead
 from distill.schedule import BudgetClock, lr_factor
 from distill.topk import remap_ids, remap_table
+from distill.trainer_settings import fixed_settings
 
 #: Stands for "until the time is up"; the trainer wants a number of steps.
 MANY_STEPS = 10**6
-LOGGING_STEPS = 10
 
 
 class OnPolicyTrainer(MixedTextTrainer):
@@ -155,21 +155,7 @@ def _arguments(train: TrainConfig, scratch_dir: Path) -> DistillationConfig:
         per_device_train_batch_size=phase.rows_per_step,
         max_steps=phase.max_steps or MANY_STEPS,
         learning_rate=phase.learning_rate,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        adam_beta2=train.adam_beta2,
-        optim="adamw_torch_fused",
         max_completion_length=phase.max_new_tokens,
         temperature=phase.temperature,
-        gradient_checkpointing=False,
-        bf16=False,  # LossForward casts by itself
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=LOGGING_STEPS,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=train.seed,
+        **fixed_settings(train),
     )

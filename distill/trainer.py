@@ -20,8 +20,7 @@ from distill.loss_forward import LossForward
 from distill.objective import Objective
 from distill.own_head import OwnHead
 from distill.schedule import BudgetClock, lr_factor
-
-LOGGING_STEPS = 10
+from distill.trainer_settings import fixed_settings
 
 
 class DistillTrainer(SFTTrainer):
@@ -166,22 +165,8 @@ def _arguments(train: TrainConfig, dataset: PackedDataset, checkpoint_dir: Path)
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         max_steps=dataset.plan.num_steps,
         learning_rate=train.learning_rate,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        adam_beta2=train.adam_beta2,
-        optim="adamw_torch_fused",
-        seed=train.seed,
-        bf16=False,
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=False,
-        logging_steps=LOGGING_STEPS,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_pin_memory=False,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
+        **fixed_settings(train),
     )

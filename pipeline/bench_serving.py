@@ -21,7 +21,7 @@ from rich.table import Table
 from pipeline.commands import run_command
 from pipeline.models import load_tokenizer
 from pipeline.report import describe_machine
-from pipeline.serving_inputs import ServedPair, held_out_prompts, read_pair
+from pipeline.serving_inputs import ServedPair, add_pair_arguments, held_out_prompts, read_pair
 from pipeline.store import write_json
 from pipeline.vllm_server import VLLMServer, vllm_command
 
@@ -52,14 +52,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.bench_serving", description="vLLM with and without the exported draft."
     )
-    parser.add_argument("--artifacts", type=Path, default=Path("artifacts"), help="folder of a finished run")
-    parser.add_argument("--target", help="folder or id, instead of the one that the report names")
-    parser.add_argument(
-        "--gamma", type=int, help="proposed tokens per round, instead of the exported setting"
-    )
-    parser.add_argument(
-        "--sampler", choices=["probabilistic", "greedy"], help="instead of the exported setting"
-    )
+    add_pair_arguments(parser)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="requests per second")
     parser.add_argument(
         "--concurrency", type=int, nargs="*", default=[1, 8], help="requests under way at once"

@@ -12,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from pipeline.commands import run_command
 from pipeline.errors import EXIT_GATE
 from pipeline.models import load_causal_lm
 from pipeline.report import describe_machine
-from pipeline.serving_inputs import ServedPair, held_out_prompts, read_pair
+from pipeline.serving_inputs import ServedPair, add_pair_arguments, held_out_prompts, read_pair
 from pipeline.store import write_json
 from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.request import Output, Request
@@ -40,14 +39,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.check_serving", description="Does vLLM keep what was promised of the draft?"
     )
-    parser.add_argument("--artifacts", type=Path, default=Path("artifacts"), help="folder of a finished run")
-    parser.add_argument("--target", help="folder or id, instead of the one that the report names")
-    parser.add_argument(
-        "--gamma", type=int, help="proposed tokens per round, instead of the exported setting"
-    )
-    parser.add_argument(
-        "--sampler", choices=["probabilistic", "greedy"], help="instead of the exported setting"
-    )
+    add_pair_arguments(parser)
     parser.add_argument("--num-prompts", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-length", type=int, default=1024, help="prompt and answer together, in tokens")

@@ -1,5 +1,6 @@
 """What the serving measurements start from: the exported draft, its target, and prompts that it was not trained on."""
 
+import argparse
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,18 @@ class ServedPair:
         """Another proposal length or sampler, where one is given."""
         gamma = self.num_speculative_tokens if gamma is None else gamma
         return replace(self, num_speculative_tokens=gamma, sampler=sampler or self.sampler)
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which pair is measured, and with which settings instead of the exported ones."""
+    parser.add_argument("--artifacts", type=Path, default=Path("artifacts"), help="folder of a finished run")
+    parser.add_argument("--target", help="folder or id, instead of the one that the report names")
+    parser.add_argument(
+        "--gamma", type=int, help="proposed tokens per round, instead of the exported setting"
+    )
+    parser.add_argument(
+        "--sampler", choices=["probabilistic", "greedy"], help="instead of the exported setting"
+    )
 
 
 def read_pair(artifacts: Path, *, target: str | None = None) -> ServedPair:

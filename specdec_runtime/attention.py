@@ -4,7 +4,7 @@ Grouped-query attention is folded into the query length: [B, Hkv*G, L, D] is see
 head is read once for all of its query heads and `repeat_kv` is not needed. On a CPU this is 2 to 8 times faster
 than the usual path with a mask. There, blocks of few query rows are padded to `MIN_QUERY_ROWS`: smaller matrix products
 take another kernel, which rounds differently, one of the reasons why bf16 outputs depend on the width of a forward. One new
-position for each of many rows takes two plain matrix products, there the fastest by 1.3 to 1.6 times.
+position for each of many rows takes two plain matrix products, there the fastest.
 
 Shape legend: B rows, H query heads, K kv heads, G = H / K, L query positions, T cached positions, D head size.
 """

@@ -1,8 +1,8 @@
 """Linear layers whose weights lie in memory as the CPU's matrix kernels want them.
 
 An ordinary `nn.Linear` on a CPU leaves oneDNN to read, or to rearrange, row-major weights in every call. Rearranged once
-(what Inductor's `freezing` does), a small batch takes 0.5 to 0.8 of the time, and a block of some positions costs what
-one costs (`docs/benchmarks.md`), which is what speculation lives on.
+(what Inductor's `freezing` does), a small batch goes faster, and a block of some positions costs what one costs, which is what
+speculation lives on.
 """
 
 import copy

@@ -1,5 +1,6 @@
 """vLLM in this process's charge: requests are added as places come free, and taken out as they finish."""
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,6 +16,8 @@ from specdec_runtime.backends.vllm import require_vllm
 from specdec_runtime.backends.vllm_cpu import engine_environment
 from specdec_runtime.backends.vllm_requests import sampling_arguments
 from specdec_runtime.request import Request
+
+log = logging.getLogger(__name__)
 
 #: Requests that the engine holds, over those that it decodes: its scheduler never waits for us.
 _QUEUE_FACTOR = 2
@@ -127,8 +130,8 @@ class VllmCorpusBackend:
     def _abort(self, request_ids: list[str]) -> None:
         try:
             self.llm.llm_engine.abort_request(request_ids)
-        except Exception:  # the engine is dead, and with it the requests
-            return
+        except Exception as error:  # the engine is dead, and with it the requests; what it died of is raised elsewhere
+            log.info("corpus.backend=vllm: requests under way could not be taken back: %s", error)
 
     def _params(self, row: Row, options: Options) -> Any:
         request = Request(

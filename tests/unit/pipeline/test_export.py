@@ -291,18 +291,22 @@ def test_shortlisted_head_proposes_only_trained_ids_in_any_engine(tmp_path: Path
     assert check_pair(target, tmp_path / "out") == []
 
 
-def test_gemma_keeps_its_tied_head_and_says_so(tmp_path: Path) -> None:
-    target = save(tmp_path / "target", make_model("gemma", num_layers=3))
-    make_model("gemma", seed=1).save_pretrained(tmp_path / "draft")
-    model, findings = export_draft(
-        tmp_path / "draft",
-        tmp_path / "out",
+def export_with_shortlist(folder: Path, target: Path):
+    return export_draft(
+        folder / "draft",
+        folder / "out",
         target=ref(target),
         dtype="float32",
         gamma=1,
         copied_layers=False,
         vocab_ids=[0, 1, 2, 5],
     )
+
+
+def test_gemma_keeps_its_tied_head_and_says_so(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", make_model("gemma", num_layers=3))
+    make_model("gemma", seed=1).save_pretrained(tmp_path / "draft")
+    model, findings = export_with_shortlist(tmp_path, target)
     assert [finding.code for finding in findings] == ["full_head"]
     assert model.config.tie_word_embeddings
 
@@ -310,15 +314,7 @@ def test_gemma_keeps_its_tied_head_and_says_so(tmp_path: Path) -> None:
 def test_gemma_with_a_head_of_its_own_says_that_vllm_would_not_read_it(tmp_path: Path) -> None:
     target = save(tmp_path / "target", make_model("gemma", num_layers=3))
     make_model("gemma", tied=False, seed=1).save_pretrained(tmp_path / "draft")
-    model, findings = export_draft(
-        tmp_path / "draft",
-        tmp_path / "out",
-        target=ref(target),
-        dtype="float32",
-        gamma=1,
-        copied_layers=False,
-        vocab_ids=[0, 1, 2, 5],
-    )
+    model, findings = export_with_shortlist(tmp_path, target)
     assert [finding.code for finding in findings] == ["own_head"]
     with torch.no_grad():
         assert set(model(input_ids=IDS_BT).logits.argmax(dim=-1).flatten().tolist()) <= {0, 1, 2, 5}
