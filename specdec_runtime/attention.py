@@ -73,7 +73,8 @@ def _plain_attention(
     folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: Optional[float]
 ) -> Tensor:
     """Two matrix products with the softmax in fp32 between them."""
-    scores = torch.matmul(folded, key.transpose(2, 3)).float() * scaling
+    # Keys first: with a handful of queries on the other side, a CPU does the same product in half the time.
+    scores = torch.matmul(key, folded.transpose(2, 3)).transpose(2, 3).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     return torch.matmul((scores + mask).softmax(dim=-1).to(value.dtype), value)

@@ -19,14 +19,31 @@ SCRATCH = 64  # positions at the end of each slot where rows that sit a forward 
 class Window:
     """Which part of the cache the forward under way writes and reads; shared by all layers."""
 
-    write_index_BL: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    write_positions_BL: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
     first_slot: int = 0
     num_rows: int = 0
     num_cached: int = 0
+    _write_index: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self, *, write_positions_BL: Tensor, first_slot: int, num_cached: int) -> None:
+        """Sets what the next forward writes and reads."""
+        self.write_positions_BL, self.first_slot, self.num_cached = write_positions_BL, first_slot, num_cached
+        self.num_rows = write_positions_BL.shape[0]
+        self._write_index.clear()
+
+    def write_index(self, num_kv_heads: int, capacity: int) -> Tensor:
+        """Rows of a flat [S*K*C, D] cache that the forward writes, [B*K*L]; the same for all layers with as many heads."""
+        if num_kv_heads not in self._write_index:
+            device = self.write_positions_BL.device
+            last_slot = self.first_slot + self.num_rows
+            heads = torch.arange(self.first_slot * num_kv_heads, last_slot * num_kv_heads, device=device)
+            starts_BK1 = (heads * capacity).view(self.num_rows, num_kv_heads, 1)
+            self._write_index[num_kv_heads] = (starts_BK1 + self.write_positions_BL[:, None]).flatten()
+        return self._write_index[num_kv_heads]
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, [S, C, K, D]: a position's heads lie together, so that a write is one copy per row."""
+    """One layer's keys and values, [S, K, C, D]: slots and heads are one batch of matrices to a matrix product, no copy."""
 
     is_compileable = False
     is_sliding = False
@@ -39,7 +56,7 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for name, states in (("keys", key_states), ("values", value_states)):
-            shape = (self.num_slots * self.capacity, states.shape[1], states.shape[3])
+            shape = (self.num_slots, states.shape[1], self.capacity, states.shape[3])
             # Zeros, because a masked position is multiplied by 0 and must not hold a NaN.
             setattr(self, name, torch.zeros(shape, dtype=states.dtype, device=states.device))
         self.is_initialized = True
@@ -52,9 +69,9 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        index = self.window.write_index_BL
-        self.keys.index_copy_(0, index, key_states.transpose(1, 2).flatten(0, 1))
-        self.values.index_copy_(0, index, value_states.transpose(1, 2).flatten(0, 1))
+        index = self.window.write_index(key_states.shape[1], self.capacity)
+        self.keys.view(-1, self.keys.shape[3]).index_copy_(0, index, key_states.flatten(0, 2))
+        self.values.view(-1, self.values.shape[3]).index_copy_(0, index, value_states.flatten(0, 2))
         if torch.compiler.is_compiling():  # a kept view would be a second input over the same memory
             return self._view(self.keys), self._view(self.values)
         viewed = (self.window.first_slot, self.window.num_rows, self.window.num_cached)
@@ -63,32 +80,27 @@ class SlotLayer(CacheLayerMixin):
             self._viewed = viewed
         return self._views
 
-    def _view(self, flat: Tensor) -> Tensor:
+    def _view(self, slots: Tensor) -> Tensor:
         w = self.window
-        slots = flat.view(self.num_slots, self.capacity, *flat.shape[1:])
-        return slots[w.first_slot : w.first_slot + w.num_rows, : w.num_cached].transpose(1, 2)
+        return slots[w.first_slot : w.first_slot + w.num_rows, :, : w.num_cached]
 
     def move(self, source: int, destination: int, num_positions: int) -> None:
         """Copies the first positions of a slot to another slot."""
-        for flat in (self.keys, self.values):
-            if flat is not None:
-                slots = flat.view(self.num_slots, self.capacity, *flat.shape[1:])
-                slots[destination, :num_positions] = slots[source, :num_positions]
+        for slots in (self.keys, self.values):
+            if slots is not None:
+                slots[destination, :, :num_positions] = slots[source, :, :num_positions]
 
     def copy_of(self, slot: int, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [P, K, D] of a slot's first positions."""
-        keys, values = (
-            flat[slot * self.capacity : slot * self.capacity + num_positions].clone()
-            for flat in (self.keys, self.values)
-            if flat is not None
-        )
-        return keys, values
+        """Keys and values [K, P, D] of a slot's first positions."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[slot, :, :num_positions].clone(), self.values[slot, :, :num_positions].clone()
 
     def put(self, slot: int, keys_values: tuple[Tensor, Tensor]) -> None:
         """Writes a `copy_of` into a slot."""
-        for flat, copy in zip((self.keys, self.values), keys_values, strict=True):
-            assert flat is not None
-            flat[slot * self.capacity : slot * self.capacity + len(copy)] = copy
+        for slots, copy in zip((self.keys, self.values), keys_values, strict=True):
+            assert slots is not None
+            slots[slot, :, : copy.shape[1]] = copy
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_cached, 0
@@ -112,19 +124,9 @@ class SlotCache(Cache):
 
     def begin(self, *, positions_BL: Tensor, first_slot: int, num_cached: int) -> None:
         """Sets what the next forward writes (each row's positions) and reads (the first `num_cached` positions)."""
-        num_rows = positions_BL.shape[0]
-        assert first_slot + num_rows <= self.num_slots
+        assert first_slot + positions_BL.shape[0] <= self.num_slots
         assert num_cached <= self.capacity
-        starts_B1 = (
-            torch.arange(first_slot, first_slot + num_rows, device=positions_BL.device)[:, None]
-            * self.capacity
-        )
-        self.window.write_index_BL = (starts_B1 + positions_BL).flatten()
-        self.window.first_slot, self.window.num_rows, self.window.num_cached = (
-            first_slot,
-            num_rows,
-            num_cached,
-        )
+        self.window.begin(write_positions_BL=positions_BL, first_slot=first_slot, num_cached=num_cached)
 
     def copy_of(self, slot: int, num_positions: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a slot's first positions, layer by layer."""

@@ -36,8 +36,6 @@ class Drafter:
         vocab_ids: sorted ids that its head is trimmed to (FR-Spec, arXiv 2502.14856); None for the whole head. Only these
             rows of the head are multiplied, so q is zero elsewhere.
         sampler: "probabilistic" (q is sampled) or "greedy" (argmax).
-        confidence: a row stops proposing before a position where the draft's largest probability (temperature 1) is
-            below it. The largest and not the drawn one's: what is drawn must not decide whether it is judged.
         max_spread: no row proposes more than this above the row that its confidence stopped first.
     """
 
@@ -48,14 +46,13 @@ class Drafter:
         target_vocab_size: int,
         vocab_ids: Optional[Tensor],
         sampler: str,
-        confidence: float,
         max_spread: int,
         options: Optional[StepOptions] = None,
     ) -> None:
         self.runner = ModelRunner(
             model if vocab_ids is None else with_trimmed_head(model, vocab_ids), "draft", options
         )
-        self.sampler, self.confidence, self.max_spread = sampler, confidence, max_spread
+        self.sampler, self.max_spread = sampler, max_spread
         # The target may commit an id that a draft with a narrower vocabulary has not: it guesses badly there, no more.
         self.runner.clamps_ids = self.runner.num_input_ids < target_vocab_size
         self.num_columns: Optional[int] = None
@@ -82,9 +79,15 @@ class Drafter:
         feed_all(self.runner, feeds, chunk=chunk)
 
     def propose(
-        self, batch: Batch, wanted: Sequence[int], uniform_PBT: Optional[Tensor], watch: Stopwatch
+        self,
+        batch: Batch,
+        wanted: Sequence[int],
+        uniform_PBT: Optional[Tensor],
+        watch: Stopwatch,
+        *,
+        confidence: float = 0.0,
     ) -> Proposal:
-        """Runs max(wanted) draft steps for all rows without a word to the host.
+        """Runs up to max(wanted) draft steps for all rows; without `confidence`, without a word to the host.
 
         The first step feeds the last two committed tokens: after a fully accepted round the draft has not seen the last
         proposal, and feeding it always keeps the shapes fixed (seeing it twice changes nothing).
@@ -92,6 +95,9 @@ class Drafter:
         Args:
             wanted: proposals to be judged per row; a row that wants none sits out.
             uniform_PBT: noise by purpose, row and position (`noise.uniforms`); None when nothing is sampled.
+            confidence: a row stops behind a proposal when the product of the draft's largest probabilities (temperature 1) so
+                far is below it. The largest and not the drawn one's: what is drawn must not decide whether it is judged.
+                Whether any row goes on is asked after each step, for which a GPU must wait.
         """
         rows, sampling, num_steps = batch.rows, batch.sampling, max(wanted)
         lengths_B, num_wanted_B = batch.column([len(row.token_ids) for row in rows]), batch.column(wanted)
@@ -101,7 +107,10 @@ class Drafter:
         starts_B, proposed_BG = lengths_B - 2, feed[:, :0]
         by_argmax = self.sampler == "greedy" or sampling.all_greedy
         ids, probs = [], []
-        confident_B = torch.ones_like(lengths_B, dtype=torch.bool)
+        chance_B, goes_on_B = (
+            torch.ones(len(rows), device=batch.device),
+            torch.ones_like(lengths_B, dtype=torch.bool),
+        )
         num_proposed_B = torch.zeros_like(lengths_B)
         for step in range(num_steps):
             with watch.phase("draft"):
@@ -115,11 +124,6 @@ class Drafter:
                 first_offset=step,
                 vocab_ids_N=self.vocab_ids_N,
             )
-            if self.confidence > 0:
-                largest_B = logits_B1N.squeeze(1).softmax(dim=1).amax(dim=1)
-                confident_B = self._still_confident(confident_B, largest_B, num_proposed_B, step, sits_out_B)
-                if not confident_B.is_cuda and not bool(confident_B.any()):
-                    break
             if by_argmax:
                 columns_B = logits_B1N.squeeze(1).argmax(dim=1)
             else:
@@ -127,33 +131,29 @@ class Drafter:
                 probs.append(sampling.warp(logits_B1N).squeeze(1))
                 columns_B = sample_by_inverse_cdf(probs[-1], uniform_PBT[DRAFT, :, step])
             next_B = columns_B if self.vocab_ids_N is None else self.vocab_ids_N[columns_B]
-            num_proposed_B = num_proposed_B + confident_B
+            num_proposed_B = num_proposed_B + goes_on_B
             ids.append(next_B)
             proposed_BG = torch.stack(ids, dim=1)
             feed, starts_B = next_B[:, None], lengths_B + step
+            if confidence > 0 and step + 1 < num_steps:
+                chance_B = chance_B * logits_B1N.squeeze(1).softmax(dim=1).amax(dim=1)
+                goes_on_B = self._going_on(
+                    goes_on_B & (chance_B >= confidence), num_wanted_B > 0, num_proposed_B
+                )
+                if not bool(goes_on_B.any()):
+                    break
         return Proposal(
             proposed_BG,
             torch.minimum(num_proposed_B, num_wanted_B),
             torch.stack(probs, dim=1) if ids and not by_argmax else None,
         )
 
-    def _still_confident(
-        self,
-        confident_B: Tensor,
-        largest_B: Tensor,
-        num_proposed_B: Tensor,
-        step: int,
-        sits_out_B: Optional[Tensor],
-    ) -> Tensor:
-        """Rows that go on proposing at this step."""
-        confident_B = confident_B & (largest_B >= self.confidence)
-        takes_part_B = torch.ones_like(confident_B) if sits_out_B is None else ~sits_out_B
-        stopped_at_B = num_proposed_B.masked_fill(confident_B | ~takes_part_B, step)
-        return (
-            confident_B
-            & takes_part_B
-            & (step < stopped_at_B.min() + self.max_spread + (stopped_at_B.min() == step))
-        )
+    def _going_on(self, sure_B: Tensor, takes_part_B: Tensor, num_proposed_B: Tensor) -> Tensor:
+        """Rows that propose one more: those that are sure enough, and not too far ahead of the row that stopped first."""
+        sure_B = sure_B & takes_part_B
+        has_stopped_B = takes_part_B & ~sure_B
+        fewest = num_proposed_B.masked_fill(~has_stopped_B, 2**31).min()
+        return sure_B & (num_proposed_B < fewest + self.max_spread)
 
 
 def with_trimmed_head(model: PreTrainedModel, vocab_ids: Tensor) -> PreTrainedModel:

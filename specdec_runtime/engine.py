@@ -62,7 +62,6 @@ class SpeculativeDecoder:
                 target_vocab_size=self.target.vocab_size,
                 vocab_ids=draft_vocab_ids,
                 sampler=self.config.sampler,
-                confidence=self.config.draft_confidence,
                 max_spread=self.config.max_gamma_spread,
                 options=options,
             )
@@ -189,13 +188,16 @@ class SpeculativeDecoder:
             self._batch = self._batch_of(rows)
         batch, proposal, wanted = self._batch, None, [0] * len(rows)
         if self.drafter is not None:
-            wanted = self._limits.bound(rows, self._gamma.choose(rows))
+            choice = self._gamma.choose(len(rows))
+            wanted = self._limits.bound(rows, choice.gamma)
         uniform_PBT = batch.noise(max(wanted) + 1)
         if self.drafter is not None and max(wanted):
             with self._watch.phase("prefill"):
                 self.drafter.catch_up(rows, wanted, chunk=self.config.prefill_chunk_tokens)
-            proposal = self.drafter.propose(batch, wanted, uniform_PBT, self._watch)
-        width = self._limits.width(rows, max(wanted))
+            proposal = self.drafter.propose(
+                batch, wanted, uniform_PBT, self._watch, confidence=choice.confidence
+            )
+        width = self._limits.width(rows, 0 if proposal is None else proposal.ids_BG.shape[1])
         with self._watch.phase("verify"):
             logits = self._verify_forward(batch, proposal, width)
         judgement = self._judge(logits, proposal, batch, uniform_PBT)
@@ -242,6 +244,7 @@ class SpeculativeDecoder:
         self._gamma.observe(
             RoundReport(
                 rows=rows,
+                num_wanted=wanted,
                 num_proposed=judgement.num_proposed,
                 num_accepted=judgement.num_accepted,
                 num_drafted=judgement.num_drafted,

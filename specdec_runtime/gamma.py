@@ -2,16 +2,16 @@
 
 The automatic policy maximises expected tokens per second, sum_rows E(gamma) / time(gamma), with
 E(gamma) = 1 + sum_{i<=gamma} prod_{j<=i} a_j from measured acceptance per position (i.i.d. acceptance over-predicts)
-and time(gamma) = gamma * T_draft + T(gamma + 1) + overhead from measured rounds. All rows of a batch share one padded
+and time(gamma) = steps(gamma) * T_draft + T(gamma + 1) + overhead from measured rounds. All rows of a batch share one padded
 forward, so a row gains nothing from proposing less than the others: the choice is one number for the batch, and rows
-differ by their own limits only.
+differ by their own limits only. A row that is alone also stops where its draft is too unsure for another step to pay.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Optional, Protocol, TypeVar
+from typing import NamedTuple, Optional, Protocol, TypeVar
 
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.scheduler import Row
@@ -21,9 +21,11 @@ T = TypeVar("T")
 
 @dataclass
 class RoundReport:
-    """What a round took and gave. `num_drafted`: draft steps; `width`: tokens per row of the target's forward."""
+    """What a round took and gave. `num_wanted`: most proposals that each row could make; `num_drafted`: draft steps;
+    `width`: tokens per row of the target's forward."""
 
     rows: Sequence[Row]
+    num_wanted: Sequence[int]
     num_proposed: Sequence[int]
     num_accepted: Sequence[int]
     num_drafted: int
@@ -33,11 +35,18 @@ class RoundReport:
     overhead_ms: float
 
 
-class GammaPolicy(Protocol):
-    """Chooses proposals per row before a round, learns from the round."""
+class Choice(NamedTuple):
+    """`gamma` proposals for each row, 0 is a plain step; fewer where the draft's `confidence` is below this."""
 
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        """Proposals per row; 0 is a plain step."""
+    gamma: int
+    confidence: float
+
+
+class GammaPolicy(Protocol):
+    """Chooses the proposals of a round, learns from the round."""
+
+    def choose(self, num_rows: int) -> Choice:
+        """For the next round."""
         ...
 
     def observe(self, report: RoundReport) -> None:
@@ -48,49 +57,63 @@ class GammaPolicy(Protocol):
 class FixedGamma:
     """The same number for every row, always."""
 
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
+    def __init__(self, config: DecoderConfig) -> None:
+        self._choice = Choice(config.num_speculative_tokens, config.draft_confidence)
 
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        return [self.gamma] * len(rows)
+    def choose(self, num_rows: int) -> Choice:
+        return self._choice
 
     def observe(self, report: RoundReport) -> None:
         """A fixed number learns nothing."""
 
 
-class AcceptanceModel:
-    """P(accepted | judged) by position, from recent rounds. A position with little data leans on the one before it."""
+class ProposalModel:
+    """What proposals bring, from recent rounds: P(position accepted | those before it accepted), whether or not the draft got
+    so far, and the share of rounds whose draft did. A position with little data leans on the one before it."""
 
     DECAY = 0.99  # per round: about the last hundred rounds count
     PRIOR, PRIOR_WEIGHT = 0.5, 2.0
     STALE_WEIGHT = 4.0
 
     def __init__(self, max_gamma: int) -> None:
-        self._judged, self._accepted = [0.0] * max_gamma, [0.0] * max_gamma
+        self._reached, self._accepted = [0.0] * max_gamma, [0.0] * max_gamma
+        self._num_wanted, self._num_run = [0.0] * max_gamma, [0.0] * max_gamma
 
-    def add(self, num_proposed: Iterable[int], num_accepted: Iterable[int]) -> None:
-        self._judged = [x * self.DECAY for x in self._judged]
-        self._accepted = [x * self.DECAY for x in self._accepted]
-        for proposed, accepted in zip(num_proposed, num_accepted, strict=True):
-            for i in range(min(proposed, accepted + 1)):
-                self._judged[i] += 1
+    def add(self, report: RoundReport) -> None:
+        """Takes in a round with proposals."""
+        for counts in (self._reached, self._accepted, self._num_wanted, self._num_run):
+            counts[:] = [x * self.DECAY for x in counts]
+        for wanted, accepted in zip(report.num_wanted, report.num_accepted, strict=True):
+            for i in range(min(wanted, accepted + 1)):
+                self._reached[i] += 1
                 self._accepted[i] += i < accepted
+        for i in range(max(report.num_wanted)):
+            self._num_wanted[i] += 1
+            self._num_run[i] += i < report.num_drafted
 
     def soften(self) -> None:
         """Lets old evidence weigh no more than a few rounds, so that a trial can overrule it."""
-        for i, judged in enumerate(self._judged):
-            scale = min(1.0, self.STALE_WEIGHT / judged) if judged else 1.0
-            self._judged[i] *= scale
+        for i, reached in enumerate(self._reached):
+            scale = min(1.0, self.STALE_WEIGHT / reached) if reached else 1.0
+            self._reached[i] *= scale
             self._accepted[i] *= scale
 
     def expected_tokens(self, gamma: int) -> float:
         """E(gamma), tokens per row and round."""
-        expected, chain, previous = 1.0, 1.0, self.PRIOR
-        for judged, accepted in zip(self._judged[:gamma], self._accepted[:gamma], strict=True):
-            previous = (accepted + self.PRIOR_WEIGHT * previous) / (judged + self.PRIOR_WEIGHT)
-            chain *= previous
+        expected, chain = 1.0, 1.0
+        for rate in self._leaning(self._accepted[:gamma], self._reached[:gamma], self.PRIOR):
+            chain *= rate
             expected += chain
         return expected
+
+    def expected_steps(self, gamma: int) -> float:
+        """Draft steps of a round that may make gamma of them."""
+        return sum(self._leaning(self._num_run[:gamma], self._num_wanted[:gamma], 1.0))
+
+    def _leaning(self, hits: Iterable[float], tries: Iterable[float], previous: float) -> Iterator[float]:
+        for num_hits, num_tries in zip(hits, tries, strict=True):
+            previous = (num_hits + self.PRIOR_WEIGHT * previous) / (num_tries + self.PRIOR_WEIGHT)
+            yield previous
 
 
 class CostModel:
@@ -117,17 +140,21 @@ class CostModel:
         """Rounds without proposals that were measured at this batch size."""
         return len(self._overhead_ms.get(_bucket(num_rows), ()))
 
-    def round_ms(self, num_rows: int, gamma: int, width: int) -> Optional[float]:
+    def draft_step_ms(self, num_rows: int) -> float:
+        """Milliseconds of a draft step with its share of the round's overhead; 0 before anything is known, so that it gets
+        measured."""
+        return _median(_nearest(self._draft_step_ms, num_rows))
+
+    def round_ms(self, num_rows: int, num_steps: float, width: float) -> Optional[float]:
         """Predicted milliseconds of a round, or None before anything is known."""
         target_ms = self._width_ms(_nearest(self._target_ms, num_rows), width)
         if target_ms is None:
             return None
-        if gamma == 0:
+        if num_steps == 0:
             return target_ms + _median(_nearest(self._overhead_ms, num_rows))
-        # Before the first proposal a draft step is taken to be free, so that it gets measured.
-        return target_ms + gamma * _median(_nearest(self._draft_step_ms, num_rows))
+        return target_ms + num_steps * self.draft_step_ms(num_rows)
 
-    def _width_ms(self, by_width: Optional[dict[int, deque[float]]], width: int) -> Optional[float]:
+    def _width_ms(self, by_width: Optional[dict[int, deque[float]]], width: float) -> Optional[float]:
         if not by_width:
             return None
         known = {w: median(values) for w, values in by_width.items()}
@@ -154,29 +181,29 @@ class AutoGamma:
 
     def __init__(self, config: DecoderConfig) -> None:
         self.max_gamma = config.num_speculative_tokens
-        self.fixed_width = config.fixed_width
-        self.acceptance, self.cost = AcceptanceModel(self.max_gamma), CostModel()
+        self.fixed_width, self.least_confidence = config.fixed_width, config.draft_confidence
+        self.proposals, self.cost = ProposalModel(self.max_gamma), CostModel()
         self.gamma = min(2, self.max_gamma)
         self._num_plain_rounds, self._trial_interval, self._trials_left = 0, self.FIRST_TRIAL_ROUNDS, 0
 
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        if self.cost.num_plain_rounds(len(rows)) < self.NUM_PLAIN_FIRST:
-            return [0] * len(rows)
-        self._update(len(rows))
+    def choose(self, num_rows: int) -> Choice:
+        if self.cost.num_plain_rounds(num_rows) < self.NUM_PLAIN_FIRST:
+            return Choice(0, 0.0)
+        self._update(num_rows)
         gamma = self.gamma
         if gamma == 0 and self.max_gamma:
             if self._trials_left == 0 and self._num_plain_rounds >= self._trial_interval:
                 self._trials_left = self.NUM_TRIALS_IN_A_ROW
-                self.acceptance.soften()
+                self.proposals.soften()
                 self._trial_interval = min(2 * self._trial_interval, self.LAST_TRIAL_ROUNDS)
                 self._num_plain_rounds = 0
             gamma = 1 if self._trials_left else 0
-        return [gamma] * len(rows)
+        return Choice(gamma, max(self.least_confidence, self._break_even_confidence(num_rows)))
 
     def observe(self, report: RoundReport) -> None:
         self.cost.add(report)
         if any(report.num_proposed):
-            self.acceptance.add(report.num_proposed, report.num_accepted)
+            self.proposals.add(report)
             self._trials_left = max(0, self._trials_left - 1)
         else:
             self._num_plain_rounds += 1
@@ -184,15 +211,32 @@ class AutoGamma:
     def _update(self, num_rows: int) -> None:
         speeds = []
         for gamma in range(self.max_gamma + 1):
-            round_ms = self.cost.round_ms(num_rows, gamma, self.fixed_width or gamma + 1)
+            round_ms = self._round_ms(num_rows, gamma)
             if round_ms is None:
                 return
-            speeds.append(self.acceptance.expected_tokens(gamma) / max(round_ms, 1e-6))
+            speeds.append(self.proposals.expected_tokens(gamma) / max(round_ms, 1e-6))
         best = max(range(len(speeds)), key=speeds.__getitem__)
         if speeds[best] > self.MIN_GAIN * speeds[self.gamma]:
             if self.gamma == 0:
                 self._trial_interval = self.FIRST_TRIAL_ROUNDS
             self.gamma, self._num_plain_rounds = best, 0
+
+    def _round_ms(self, num_rows: int, gamma: int) -> Optional[float]:
+        num_steps = self.proposals.expected_steps(gamma)
+        return self.cost.round_ms(num_rows, num_steps, self.fixed_width or 1 + num_steps)
+
+    def _break_even_confidence(self, num_rows: int) -> float:
+        """Chance that a row's proposals all stand below which a further draft step costs more than it brings: it takes T_draft,
+        in which E / time tokens could be had, and brings a token with that chance times the acceptance at one position.
+
+        0 with several rows: the steps are run as long as one of them goes on.
+        """
+        round_ms = self._round_ms(num_rows, self.gamma)
+        if num_rows > 1 or self.gamma == 0 or not round_ms:
+            return 0.0
+        speed = self.proposals.expected_tokens(self.gamma) / round_ms
+        one_acceptance = self.proposals.expected_tokens(1) - 1
+        return min(1.0, self.cost.draft_step_ms(num_rows) * speed / one_acceptance)
 
 
 def _median(values: Optional[deque[float]]) -> float:
@@ -216,4 +260,4 @@ def _nearest(by_size: dict[int, T], num_rows: int) -> Optional[T]:
 
 def make_gamma_policy(config: DecoderConfig) -> GammaPolicy:
     """The policy that the config names."""
-    return AutoGamma(config) if config.gamma == "auto" else FixedGamma(config.num_speculative_tokens)
+    return AutoGamma(config) if config.gamma == "auto" else FixedGamma(config)

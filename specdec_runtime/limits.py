@@ -114,13 +114,13 @@ class Limits:
             return f"prompt of {len(request.prompt_token_ids)} tokens is above max_prompt_tokens_to_speculate={limit}"
         return None
 
-    def bound(self, rows: Sequence[Row], gammas: Sequence[int]) -> list[int]:
+    def bound(self, rows: Sequence[Row], gamma: int) -> list[int]:
         """Proposals per row: what the policy chose, within all limits. Sets `row.not_speculating` where a limit ends it."""
         assert self.drafter is not None
         context = self.drafter.runner.context
         per_row = max(1, self.config.max_draft_tokens // len(rows))
         bounded = []
-        for row, gamma in zip(rows, gammas, strict=True):
+        for row in rows:
             # The last proposal is sampled from the position of the one before it, which the draft must be able to hold.
             room = context - len(row.token_ids) + 1
             if room < 1 and row.not_speculating is None:
