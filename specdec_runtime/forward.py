@@ -60,8 +60,7 @@ class ModelRunner:
             packed(model.eval(), role) if options.pack_weights and not options.compile else model.eval()
         )
         self.device, self.dtype = model.device, model.dtype
-        # dynamic=True: attended lengths and batch sizes change all the time, and each must not be compiled anew.
-        self._step_model = torch.compile(model, dynamic=True) if options.compile else self.model
+        self._step_model = self._compiled() if options.compile else self.model
         self._graphs = GraphedSteps() if options.cuda_graphs and self.device.type == "cuda" else None
         self._min_step_tokens = 1 if self.model is model else MIN_STEP_TOKENS
         self._pads_rows = options.pads_rows or self._graphs is not None
@@ -73,6 +72,12 @@ class ModelRunner:
         self.num_input_ids = int(model.get_input_embeddings().weight.shape[0])
         self.clamps_ids = False  # set where ids may come that the model does not know
         self.cache: Optional[SlotCache] = None
+
+    def _compiled(self) -> Callable[..., Any]:
+        """Attended lengths and batch sizes change all the time, and each must not be compiled anew (`dynamic`). On a CPU the
+        weights are constants to the compiler (`freezing`), which packs them as `packed` does."""
+        freezes = self.device.type == "cpu"
+        return torch.compile(self.model, dynamic=True, options={"freezing": True} if freezes else None)
 
     def kv_bytes(self, num_slots: int, capacity: int) -> int:
         """Bytes that `allocate` with these figures takes."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Optional, Protocol, TypeVar
 
+import torch
+
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.scheduler import Row
 
@@ -170,30 +172,40 @@ class CostModel:
 class AutoGamma:
     """The number with the best measured tokens per second, from 0 to the configured maximum.
 
+    `stops_early`: set a confidence too, for a row that is alone.
+
     While 0 is best, acceptance cannot be seen: every so many rounds one token is proposed, and the interval
     doubles with each such trial that changes nothing.
     """
 
-    FIRST_TRIAL_ROUNDS, LAST_TRIAL_ROUNDS = 64, 1024
-    NUM_TRIALS_IN_A_ROW = 4
+    FIRST_TRIAL_ROUNDS, LAST_TRIAL_ROUNDS = 128, 1024
+    NUM_TRIAL_PROPOSALS = (
+        4  # a trial goes on for so many, over all rows: their draft caches have to be brought up first
+    )
+    PLAIN_ROUNDS_PER_CHOICE = 8
     NUM_PLAIN_FIRST = 3  # at every batch size: what plain decoding costs there is measured and not guessed
-    MIN_GAIN = 1.01  # a change must promise this much, so that noise does not make the choice flicker
+    MIN_GAIN = 1.01  # a change must promise this much, so that noise does not make the choice flicker,
+    MIN_GAIN_OVER_PLAIN = (
+        1.03  # and speculation, whose gain may be a matter of noise, this much; it ends when it has none
+    )
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.max_gamma = config.num_speculative_tokens
+    def __init__(self, config: DecoderConfig, *, stops_early: bool = True) -> None:
+        self.max_gamma, self.stops_early = config.num_speculative_tokens, stops_early
         self.fixed_width, self.least_confidence = config.fixed_width, config.draft_confidence
         self.proposals, self.cost = ProposalModel(self.max_gamma), CostModel()
         self.gamma = min(2, self.max_gamma)
         self._num_plain_rounds, self._trial_interval, self._trials_left = 0, self.FIRST_TRIAL_ROUNDS, 0
+        self._has_news = True
 
     def choose(self, num_rows: int) -> Choice:
         if self.cost.num_plain_rounds(num_rows) < self.NUM_PLAIN_FIRST:
             return Choice(0, 0.0)
-        self._update(num_rows)
+        if self._has_news:
+            self._update(num_rows)
         gamma = self.gamma
         if gamma == 0 and self.max_gamma:
             if self._trials_left == 0 and self._num_plain_rounds >= self._trial_interval:
-                self._trials_left = self.NUM_TRIALS_IN_A_ROW
+                self._trials_left = -(-self.NUM_TRIAL_PROPOSALS // num_rows)
                 self.proposals.soften()
                 self._trial_interval = min(2 * self._trial_interval, self.LAST_TRIAL_ROUNDS)
                 self._num_plain_rounds = 0
@@ -207,6 +219,10 @@ class AutoGamma:
             self._trials_left = max(0, self._trials_left - 1)
         else:
             self._num_plain_rounds += 1
+        # Plain rounds tell nothing about the draft: they are not made to pay for a new choice each.
+        self._has_news = (
+            any(report.num_proposed) or self._num_plain_rounds % self.PLAIN_ROUNDS_PER_CHOICE == 0
+        )
 
     def _update(self, num_rows: int) -> None:
         speeds = []
@@ -216,10 +232,12 @@ class AutoGamma:
                 return
             speeds.append(self.proposals.expected_tokens(gamma) / max(round_ms, 1e-6))
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] > self.MIN_GAIN * speeds[self.gamma]:
+        if self.gamma and speeds[0] >= speeds[self.gamma]:
+            self.gamma, self._num_plain_rounds = 0, 0
+        elif speeds[best] > (self.MIN_GAIN if self.gamma else self.MIN_GAIN_OVER_PLAIN) * speeds[self.gamma]:
             if self.gamma == 0:
                 self._trial_interval = self.FIRST_TRIAL_ROUNDS
-            self.gamma, self._num_plain_rounds = best, 0
+            self.gamma = best
 
     def _round_ms(self, num_rows: int, gamma: int) -> Optional[float]:
         num_steps = self.proposals.expected_steps(gamma)
@@ -231,8 +249,10 @@ class AutoGamma:
 
         0 with several rows: the steps are run as long as one of them goes on.
         """
+        if not self.stops_early or num_rows > 1 or self.gamma == 0:
+            return 0.0
         round_ms = self._round_ms(num_rows, self.gamma)
-        if num_rows > 1 or self.gamma == 0 or not round_ms:
+        if not round_ms:
             return 0.0
         speed = self.proposals.expected_tokens(self.gamma) / round_ms
         one_acceptance = self.proposals.expected_tokens(1) - 1
@@ -258,6 +278,8 @@ def _nearest(by_size: dict[int, T], num_rows: int) -> Optional[T]:
     )
 
 
-def make_gamma_policy(config: DecoderConfig) -> GammaPolicy:
-    """The policy that the config names."""
-    return AutoGamma(config) if config.gamma == "auto" else FixedGamma(config)
+def make_gamma_policy(config: DecoderConfig, device: torch.device) -> GammaPolicy:
+    """The policy that the config names. A GPU is not made to wait for each step's confidence."""
+    if config.gamma == "auto":
+        return AutoGamma(config, stops_early=device.type == "cpu")
+    return FixedGamma(config)

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 from specdec_runtime import DecoderConfig
 from specdec_runtime.gamma import AutoGamma, Choice, FixedGamma, ProposalModel, RoundReport, make_gamma_policy
@@ -59,7 +60,8 @@ class Machine:
 
 
 def auto(max_gamma: int = 8) -> AutoGamma:
-    policy = make_gamma_policy(DecoderConfig(num_speculative_tokens=max_gamma, gamma="auto"))
+    config = DecoderConfig(num_speculative_tokens=max_gamma, gamma="auto")
+    policy = make_gamma_policy(config, torch.device("cpu"))
     assert isinstance(policy, AutoGamma)
     return policy
 
@@ -142,6 +144,7 @@ def test_a_row_that_is_alone_stops_where_another_step_does_not_pay():
 
 
 def test_fixed_is_fixed():
-    policy = make_gamma_policy(DecoderConfig(num_speculative_tokens=3, draft_confidence=0.2))
+    config = DecoderConfig(num_speculative_tokens=3, draft_confidence=0.2)
+    policy = make_gamma_policy(config, torch.device("cpu"))
     assert isinstance(policy, FixedGamma)
     assert policy.choose(2) == Choice(3, 0.2)
