@@ -32,9 +32,10 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """SDPA of each packed row; query, key and value are (1, heads, T, head_dim), the result (1, T, heads, head_dim)."""
     window, dtype = kwargs.get("sliding_window"), query.dtype
-    if query.device.type == "cpu":
-        # The CPU kernel takes twice as long in bf16 as in fp32, backward pass included, for rows of some hundred tokens.
-        query, key, value = query.float(), key.float(), value.float()
+    # The CPU kernel takes twice as long in bf16 as in fp32, backward pass included, for rows of some hundred tokens. Under
+    # autocast, rotary positions leave query and key in fp32 beside a value in bf16: a GPU's kernels take one dtype only.
+    compute_dtype = torch.float32 if query.device.type == "cpu" else value.dtype
+    query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
     outputs = []
     with torch.autocast(query.device.type, enabled=False):
         for start, end in itertools.pairwise(_bounds):
