@@ -20,10 +20,14 @@ SEARCH ?= smollm2
 DRAFTS ?= undistilled distilled
 PROMPTS ?=
 PORT ?= 5000
+TARGET ?= llama-3.1-8b
+DRAFT ?= draft-0.5b
+TOKENS ?= 100M
+GPU ?= h100
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
 
-.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
+.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
@@ -80,6 +84,12 @@ compare-trl: $(STAMP) ## Measure training speed and memory against trl.Distillat
 
 cache-size: $(STAMP) ## Bytes per token of the corpus's cached top-k
 	@$(BIN)/python scripts/topk_cache_size.py $(ARGS)
+
+plan: $(STAMP) ## What a run on GPUs takes, on paper: make plan TARGET=llama-3.1-8b TOKENS=100M; also DRAFT, GPU, ARGS
+	@$(BIN)/python -m pipeline.plan 'target=$(TARGET)' 'draft=$(DRAFT)' 'tokens=$(TOKENS)' 'gpu=$(GPU)' $(ARGS)
+
+plan-check: $(STAMP) ## Compare the formulas of `make plan` with what is measured on this machine
+	@$(BIN)/python -m pipeline.plan.check $(ARGS)
 
 search: $(STAMP) ## Find the draft with the best predicted speedup: SEARCH=smollm2, or another plan of conf/search
 	@$(BIN)/python -m pipeline.search $(SEARCH) +experiment=$(EXPERIMENT) $(ARGS)
