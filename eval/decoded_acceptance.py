@@ -105,6 +105,7 @@ def decoded_acceptance(
     config = replace(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
+        drafter="model",
         gamma="fixed",
         sampler=sampler,
         max_batch_size=batch_size,

@@ -105,6 +105,7 @@ def trace_tokens(
     config = replace(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
+        drafter="model",
         gamma="fixed",
         sampler=sampler,
         max_batch_size=len(prompts),

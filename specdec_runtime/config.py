@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
+DRAFTERS = ("model", "ngram")
 SAMPLERS = ("probabilistic", "greedy")
 GAMMAS = ("fixed", "auto")
 ACCEPTANCES = ("exact", "typical", "lenient", "synthetic")
@@ -20,10 +21,13 @@ class DecoderConfig:
     """
 
     # What is proposed
+    drafter: str = "model"
     num_speculative_tokens: int = 4
     gamma: str = "fixed"
     sampler: str = "probabilistic"
     draft_confidence: float = 0.0
+    ngram_max: int = 3
+    ngram_min: int = 1
     # What is accepted
     acceptance: str = "exact"
     eta: float = 0.3
@@ -47,10 +51,13 @@ class DecoderConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        _choice("drafter", self.drafter, DRAFTERS)
         _choice("gamma", self.gamma, GAMMAS)
         _choice("sampler", self.sampler, SAMPLERS)
         _choice("acceptance", self.acceptance, ACCEPTANCES)
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0, "0 is plain decoding")
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, self.ngram_min, "ngram_min")
         _at_least("max_batch_size", self.max_batch_size, 1)
         _at_least("prefill_chunk_tokens", self.prefill_chunk_tokens, 1)
         _at_least("max_draft_tokens", self.max_draft_tokens, 1)
@@ -72,6 +79,11 @@ class DecoderConfig:
         for name in ("draft_confidence", "min_conditional_acceptance"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie in [0, 1] (0 switches it off)")
+        if self.drafter == "ngram" and self.draft_confidence > 0:
+            raise ValueError(
+                f"draft_confidence={self.draft_confidence}: drafter='ngram' has no probabilities to go by; set it to 0, "
+                "and raise ngram_min to propose less often"
+            )
         if not 0.0 <= self.synthetic_acceptance <= 1.0:
             raise ValueError(f"synthetic_acceptance={self.synthetic_acceptance}: must lie in [0, 1]")
         for name in ("eta", "lenience"):

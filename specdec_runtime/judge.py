@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.drafter import Proposal
 from specdec_runtime.lossy import lossy_accepts, synthetic_accepts
 from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import TokenLogprob
 from specdec_runtime.verify import Verdict, verify_chain

@@ -143,6 +143,19 @@ def test_outputs_follow_the_target_with_confidence_exit_and_trimmed_head(models)
     assert chi_square_p_value(counts, expected) > ALPHA
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_follow_the_target_with_looked_up_proposals(models, name):
+    """Proposals from the text itself are a one-hot q: any temperature, warper and penalty."""
+    lookup = {"drafter": "ngram", "ngram_max": 2, "num_speculative_tokens": 2}
+    assert p_value((models[0], None), CASES[name], **lookup) > ALPHA
+
+
+def test_a_broken_residual_is_found_with_looked_up_proposals(models, monkeypatch):
+    monkeypatch.setattr(verify, "residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
+    lookup = {"drafter": "ngram", "ngram_max": 2, "num_speculative_tokens": 2}
+    assert p_value((models[0], None), CASES["temperature"], **lookup) < ALPHA
+
+
 def _with(monkeypatch, change):
     """Lets the engine call the rule with arguments that `change` has tampered with."""
     right = verify.verify_chain
@@ -151,7 +164,7 @@ def _with(monkeypatch, change):
 
 def test_a_broken_residual_is_found(models, monkeypatch):
     """openvino.genai 4190: the correction drawn from p, not from the residual."""
-    monkeypatch.setattr(verify, "_residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
+    monkeypatch.setattr(verify, "residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
     assert p_value(models, CASES["temperature"], num_speculative_tokens=2) < ALPHA
 
 
