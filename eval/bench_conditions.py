@@ -79,9 +79,14 @@ class BackendFactory:
     def __init__(self, target: PreTrainedModel, drafts: Mapping[str, Draft], runtime: DecoderConfig) -> None:
         self.target = target
         self.drafts = drafts
-        # The benchmark draws its own conclusions about low acceptance, and sets gamma and drafter itself.
+        # The benchmark draws its own conclusions about low acceptance, and sets what is proposed itself.
         self.runtime = replace(
-            runtime, drafter="model", gamma="fixed", verify_width=None, min_conditional_acceptance=0.0
+            runtime,
+            drafter="model",
+            tree=None,
+            gamma="fixed",
+            verify_width=None,
+            min_conditional_acceptance=0.0,
         )
         self._made: dict[Condition, Backend] = {}
 

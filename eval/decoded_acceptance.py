@@ -106,6 +106,7 @@ def decoded_acceptance(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
         drafter="model",
+        tree=None,
         gamma="fixed",
         sampler=sampler,
         max_batch_size=batch_size,

@@ -88,6 +88,7 @@ def measure_overhead_ms(
         num_speculative_tokens=gamma,
         max_batch_size=batch_size,
         drafter="model",
+        tree=None,
         gamma="fixed",
         verify_width=None,
         min_conditional_acceptance=0.0,

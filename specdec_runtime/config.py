@@ -1,7 +1,9 @@
 """Settings of the decoding engine; they are also the Hydra group `runtime`."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
+
+from specdec_runtime.tree import Tree, make_tree
 
 DRAFTERS = ("model", "ngram")
 SAMPLERS = ("probabilistic", "greedy")
@@ -11,12 +13,14 @@ INVARIANT_WIDTH = (
     8  # width of every decode forward under width_invariant, so that all gammas below it share a shape
 )
 
+MAX_TREE_NODES = 63  # with the root, what the scratch positions of a slot hold
+
 
 @dataclass
 class DecoderConfig:
     """How the engine proposes, verifies and bounds its work. Field by field, in `conf/runtime/native.yaml`.
 
-    Only primitives and Optional, so that the class is a valid OmegaConf schema. A wrong value raises
+    A valid OmegaConf schema, which has no union of a name and a list: hence `tree` of any type. A wrong value raises
     `ValueError` with the field's name.
     """
 
@@ -26,6 +30,7 @@ class DecoderConfig:
     gamma: str = "fixed"
     sampler: str = "probabilistic"
     draft_confidence: float = 0.0
+    tree: Any = None
     ngram_max: int = 3
     ngram_min: int = 1
     # What is accepted
@@ -71,10 +76,11 @@ class DecoderConfig:
                 1,
                 "or null for no limit",
             )
-        if self.verify_width is not None and self.verify_width < self.num_speculative_tokens + 1:
+        self._check_tree()
+        if self.verify_width is not None and self.verify_width < self.max_proposals + 1:
             raise ValueError(
-                f"verify_width={self.verify_width}: must be at least num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}, or null for exactly that"
+                f"verify_width={self.verify_width}: must be at least num_speculative_tokens (or nodes of the tree) + 1 = "
+                f"{self.max_proposals + 1}, or null for exactly that"
             )
         for name in ("draft_confidence", "min_conditional_acceptance"):
             if not 0.0 <= getattr(self, name) <= 1.0:
@@ -94,6 +100,35 @@ class DecoderConfig:
                 f"kv_memory_limit_gib={self.kv_memory_limit_gib}: must be > 0, or null for the free memory"
             )
 
+    def _check_tree(self) -> None:
+        tree = self.topology
+        if tree is None:
+            return
+        if tree.depth > self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: below the tree's depth of {tree.depth}; raise it, or "
+                "take a flatter tree"
+            )
+        chains_only = {"drafter": "model", "gamma": "fixed", "acceptance": "exact", "draft_confidence": 0.0}
+        for name, value in chains_only.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: with a tree only {value!r} is possible; set tree=null"
+                )
+
+    @property
+    def topology(self) -> Optional[Tree]:
+        """The tree that is proposed in a round; None for a chain, and in plain decoding."""
+        if self.tree is None or self.num_speculative_tokens == 0:
+            return None
+        return make_tree(self.tree, max_nodes=min(self.max_draft_tokens, MAX_TREE_NODES))
+
+    @property
+    def max_proposals(self) -> int:
+        """Most proposals of a row in a round: gamma, or the nodes of the tree."""
+        tree = self.topology
+        return self.num_speculative_tokens if tree is None else tree.num_nodes
+
     @property
     def lossless(self) -> bool:
         """Whether the acceptance rule keeps the target's distribution."""
@@ -104,7 +139,7 @@ class DecoderConfig:
         """Tokens per row to which every decode forward is padded; None when a forward is as wide as its proposals."""
         if self.verify_width is not None or not self.width_invariant:
             return self.verify_width
-        return max(INVARIANT_WIDTH, self.num_speculative_tokens + 1)
+        return max(INVARIANT_WIDTH, self.max_proposals + 1)
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """Which drafter a decoder has."""
 
-from typing import Optional
+from typing import Any, Optional
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -10,6 +10,7 @@ from specdec_runtime.drafter import Drafter
 from specdec_runtime.forward import StepOptions
 from specdec_runtime.ngram import NgramDrafter
 from specdec_runtime.proposal import Proposer
+from specdec_runtime.tree_drafter import TreeDrafter
 
 
 def make_drafter(
@@ -34,11 +35,13 @@ def make_drafter(
         return NgramDrafter(min_tokens=config.ngram_min, max_tokens=config.ngram_max)
     if draft_model is None:
         return None
-    return Drafter(
-        draft_model,
-        target_vocab_size=target_vocab_size,
-        vocab_ids=draft_vocab_ids,
-        sampler=config.sampler,
-        max_spread=config.max_gamma_spread,
-        options=StepOptions.of(config),
-    )
+    settings: dict[str, Any] = {
+        "target_vocab_size": target_vocab_size,
+        "vocab_ids": draft_vocab_ids,
+        "sampler": config.sampler,
+        "max_spread": config.max_gamma_spread,
+        "options": StepOptions.of(config),
+    }
+    if config.topology is not None:
+        return TreeDrafter(draft_model, config.topology, max_draft_tokens=config.max_draft_tokens, **settings)
+    return Drafter(draft_model, **settings)

@@ -25,7 +25,7 @@ from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
 from specdec_runtime.stats import Stats
 from specdec_runtime.stopwatch import Stopwatch
-from specdec_runtime.verification import chain_logits
+from specdec_runtime.verification import block_logits, keep_path
 
 
 class SpeculativeDecoder:
@@ -37,7 +37,7 @@ class SpeculativeDecoder:
         config: see `DecoderConfig`.
         draft_vocab_ids: sorted ids that the draft's head is trimmed to, or None.
         detokenize: ids -> text; needed for stop strings, and gives `Output.text`.
-        on_round: called with each row's `RoundRecord` after each round, for those who want to look on.
+        on_round: called with each row's `RoundRecord` after each round, for those who want to look on; not with a tree.
 
     Raises:
         ValueError: a model cannot be used, memory does not suffice, or a request does not fit; names what and why.
@@ -59,6 +59,8 @@ class SpeculativeDecoder:
         self.drafter = make_drafter(
             self.config, draft_model, draft_vocab_ids, target_vocab_size=self.target.vocab_size
         )
+        if on_round is not None and self.config.topology is not None:
+            raise ValueError("on_round: a record is of a chain; set tree=null to look on")
         self.detokenize = detokenize
         self.on_round = on_round
         self.eos_ids = eos_ids_of(target_model)
@@ -66,6 +68,8 @@ class SpeculativeDecoder:
         self._limits = Limits(self.config, self.target, self.drafter)
         self._gamma: GammaPolicy = make_gamma_policy(self.config, self.device)
         self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
+        tree = self.config.topology
+        self._num_lanes = 1 if tree is None else tree.max_width
         self._watch = Stopwatch(self.device)
         self._batch: Optional[Batch] = None
         self._prefix: Optional[SharedPrefix] = None
@@ -183,7 +187,7 @@ class SpeculativeDecoder:
         if self.drafter is not None:
             choice = self._gamma.choose(len(rows))
             wanted = self._limits.bound(rows, choice.gamma)
-        uniform_PBT = batch.noise(max(wanted) + 1)
+        uniform_PBT = batch.noise(max(wanted) + 1, num_lanes=self._num_lanes)
         if self.drafter is not None and max(wanted):
             with self._watch.phase("prefill"):
                 self.drafter.catch_up(rows, wanted, chunk=self.config.prefill_chunk_tokens)
@@ -192,7 +196,7 @@ class SpeculativeDecoder:
             )
         width = self._limits.width(rows, 0 if proposal is None else proposal.ids_BG.shape[1])
         with self._watch.phase("verify"):
-            logits = chain_logits(self.target, batch, proposal, width=width)
+            logits = block_logits(self.target, batch, proposal, width=width)
         judgement = self._judge(logits, proposal, batch, uniform_PBT)
         self._commit(batch, judgement, scheduler.now_s())
         if self.on_round is not None:
@@ -200,6 +204,9 @@ class SpeculativeDecoder:
         self._account(rows, judgement, wanted, width, (scheduler.now_s() - start_s) * 1e3)
 
     def _commit(self, batch: Batch, judgement: Judgement, now_s: float) -> None:
+        if judgement.path_BD is not None:
+            assert self.drafter is not None and self.drafter.runner is not None
+            keep_path((self.target, self.drafter.runner), batch, judgement.path_BD)
         for slot, row in enumerate(batch.rows):
             num_proposed, num_accepted = judgement.num_proposed[slot], judgement.num_accepted[slot]
             row.rounds.append((row.num_generated, num_proposed, num_accepted))

@@ -25,6 +25,7 @@ class Limits:
 
     def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Proposer]) -> None:
         self.config, self.target, self.drafter = config, target, drafter
+        self._tree, self._max_proposals = config.topology, config.max_proposals
         self._has_warned = False
 
     def check_request(self, index: int, request: Request, *, has_detokenize: bool) -> None:
@@ -83,11 +84,13 @@ class Limits:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         # Room for a block that is padded behind the last token of a full row.
-        capacity += max(self.config.fixed_width or 0, self.config.num_speculative_tokens + 1)
+        capacity += max(self.config.fixed_width or 0, self._max_proposals + 1)
         plans = [("target", self.target, capacity)]
         draft = None if self.drafter is None else self.drafter.runner
         if draft is not None:
-            plans.append(("draft", draft, min(capacity, draft.context)))
+            # The nodes of one depth share a position, but each has a place of its own.
+            num_nodes = 0 if self._tree is None else self._tree.num_nodes
+            plans.append(("draft", draft, min(capacity, draft.context + num_nodes)))
         held = sum(
             r.kv_bytes(r.cache.num_slots, r.cache.capacity) for _, r, _ in plans if r.cache is not None
         )
@@ -119,7 +122,10 @@ class Limits:
         """Proposals per row: what the policy chose, within all limits. Sets `row.not_speculating` where a limit ends it."""
         assert self.drafter is not None
         draft = self.drafter.runner
-        per_row = max(1, self.config.max_draft_tokens // len(rows))
+        # Of a tree, max_draft_tokens bounds the nodes and not the depth.
+        most = (
+            gamma if self._tree is not None else min(gamma, max(1, self.config.max_draft_tokens // len(rows)))
+        )
         bounded = []
         for row in rows:
             # The last proposal is sampled from the position of the one before it, which the draft must be able to hold.
@@ -129,7 +135,7 @@ class Limits:
             if row.not_speculating is not None:
                 bounded.append(0)
             else:
-                bounded.append(max(0, min(gamma, per_row, row.num_remaining - 1, room)))
+                bounded.append(max(0, min(most, row.num_remaining - 1, room)))
         return bounded
 
     def width(self, rows: Sequence[Row], num_proposed: int) -> int:
@@ -140,7 +146,7 @@ class Limits:
         is_speculating = any(row.not_speculating is None for row in rows)
         if self.config.gamma == "fixed" and self.config.drafter == "model" and is_speculating:
             per_row = max(1, self.config.max_draft_tokens // len(rows))
-            return 1 + min(self.config.num_speculative_tokens, per_row)
+            return 1 + min(self._max_proposals, per_row)
         return 1 + num_proposed
 
     def warn_if_not_accepted(self, stats: Stats) -> None:
@@ -151,7 +157,9 @@ class Limits:
         rate = stats.num_accepted / num_judged
         if rate < self.config.min_conditional_acceptance:
             self._has_warned = True
-            remedy = "raise ngram_min" if self.config.drafter == "ngram" else "distil the draft for this traffic"
+            remedy = (
+                "raise ngram_min" if self.config.drafter == "ngram" else "distil the draft for this traffic"
+            )
             logger.warning(
                 "the target accepts %.0f%% of the draft tokens that it judges (min_conditional_acceptance=%.2f): "
                 "%s, lower num_speculative_tokens, or set gamma=auto",

@@ -10,16 +10,28 @@ from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner
+from specdec_runtime.noise import NUM_PURPOSES
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
+from specdec_runtime.tree import Tree
 
 
 class Proposal(NamedTuple):
-    """`probs_BGN` is the q that ids were sampled from; None when they were chosen without chance (q is one-hot)."""
+    """A chain of up to `num_proposed_B` tokens per row, or a tree of which so many depths count.
+
+    ids_BG: the chain, or the nodes of the tree. probs_BGN: the q that they were sampled from, at each position of the chain
+    or at `tree.inner`; None when they were chosen without chance (q is one-hot).
+    """
 
     ids_BG: Tensor
     num_proposed_B: Tensor
     probs_BGN: Optional[Tensor]
+    tree: Optional[Tree] = None
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that a row can get accepted at most."""
+        return self.ids_BG.shape[1] if self.tree is None else self.tree.depth
 
 
 class Proposer(Protocol):
@@ -28,11 +40,10 @@ class Proposer(Protocol):
     `runner`: its model with its cache, None where there is none. `vocab_ids_N`: the ids of q's columns, None for all.
     """
 
-    @property
-    def runner(self) -> Optional[ModelRunner]: ...
+    vocab_ids_N: Optional[Tensor]
 
     @property
-    def vocab_ids_N(self) -> Optional[Tensor]: ...
+    def runner(self) -> Optional[ModelRunner]: ...
 
     def catch_up(self, rows: Sequence[Row], wanted: Sequence[int], *, chunk: int) -> None:
         """Takes in what was committed since it last proposed, for the rows that want proposals."""
@@ -62,3 +73,10 @@ class Proposer(Protocol):
     def move(self, source: int, destination: int, row: Row) -> None:
         """The row goes to another slot."""
         ...
+
+
+def node_noise(uniform_PBT: Tensor, purpose: int, tree: Tree) -> Tensor:
+    """The nodes' uniform numbers [B, N]: the i-th node of a depth takes lane i, so that a chain takes those of a chain."""
+    lanes = [position - tree.positions_at(depth)[0] for position, depth in enumerate(tree.depths)]
+    index = [purpose + NUM_PURPOSES * lane for lane in lanes[1:]]
+    return uniform_PBT[index, :, [depth - 1 for depth in tree.depths[1:]]].T
