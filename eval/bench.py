@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from eval.bench_check import TokenChecker
-from eval.bench_conditions import BackendFactory, conditions_at
+from eval.bench_conditions import NGRAM, NO_DRAFT, BackendFactory, conditions_at
 from eval.bench_measure import Measurement, measure
 from eval.bench_rows import Row, bench_row, strongest_baseline
 from eval.config import BenchConfig
@@ -44,13 +44,14 @@ def run_bench(
         on_progress: called with (groups done, groups in all) after each group of prompts.
 
     Raises:
-        ValueError: no prompts, a draft that is called `none`, or what a backend refuses.
+        ValueError: no prompts, a draft that is called `none` or `ngram`, or what a backend refuses.
     """
     prompts = list(prompts)[: config.num_prompts]
     if not prompts:
         raise ValueError("bench: no prompts were given")
-    if "none" in drafts:
-        raise ValueError("bench: a draft cannot be called 'none', which stands for plain decoding")
+    for name, meaning in ((NO_DRAFT, "plain decoding"), (NGRAM, "proposals looked up in the text")):
+        if name in drafts:
+            raise ValueError(f"bench: a draft cannot be called '{name}', which stands for {meaning}")
     factory = BackendFactory(target, drafts, runtime or DecoderConfig())
     settings = [
         conditions_at(config, list(drafts), temperature=temperature, batch=batch)

@@ -35,7 +35,7 @@ class TokenChecker:
         At temperature 0 in fp32, lossless means that every token is that of native plain decoding and that of
         `hf_generate`, at the same batch size. In 16-bit formats, where kernels round by width, it means for
         the native engine that the tokens are those of plain decoding at the same width
-        (`num_identical_same_width` of `num_checked`); in batches, with gamma=auto and for other backends,
+        (`num_identical_same_width` of `num_checked`); in batches, with gamma=auto, for n-grams and for other backends,
         whose widths are not ours to set, a difference at a near tie is allowed. At temperature > 0 it says
         that the acceptance rule is exact.
 
@@ -55,7 +55,7 @@ class TokenChecker:
             is_same = self._is_exact(measurement, result)
         else:
             is_same = condition.is_plain or all(mismatch.is_near_tie for mismatch in mismatches)
-        if condition.backend == "native" and not condition.is_plain and condition.gamma_policy == "fixed":
+        if condition.has_one_width:
             same_width, differing = self._same_width(measurement)
             result |= same_width
             if must_be_exact:

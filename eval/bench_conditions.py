@@ -15,11 +15,12 @@ from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.config import DecoderConfig
 
 NO_DRAFT = "none"
+NGRAM = "ngram"  # proposals that are looked up in the text, without a draft
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to decode. Plain decoding has draft `none` and gamma 0.
+    """One way to decode. Plain decoding has draft `none` and gamma 0; `ngram` looks its proposals up in the text.
 
     `gamma_policy`: "fixed", or "auto", where the engine chooses the proposal length and `gamma`
     is its upper bound.
@@ -36,6 +37,12 @@ class Condition:
     def is_plain(self) -> bool:
         """Whether it is a baseline."""
         return self.draft == NO_DRAFT
+
+    @property
+    def has_one_width(self) -> bool:
+        """Whether all verifications are gamma + 1 tokens wide, so that plain decoding can be padded to the same width."""
+        is_drafted = self.backend == "native" and self.draft not in (NO_DRAFT, NGRAM)
+        return is_drafted and self.gamma_policy == "fixed"
 
 
 def conditions_at(
@@ -58,6 +65,11 @@ def conditions_at(
                 result.append(Condition("vllm", name, gamma, temperature, batch))
         if config.auto_gamma and "native" in config.backends:
             result.append(Condition("native", name, max(config.gammas), temperature, batch, "auto"))
+    if config.ngram_gammas and "native" in config.backends:
+        ngram = [Condition("native", NGRAM, gamma, temperature, batch) for gamma in config.ngram_gammas]
+        result.extend(ngram)
+        if config.auto_gamma:
+            result.append(replace(ngram[0], gamma=max(config.ngram_gammas), gamma_policy="auto"))
     return result
 
 
@@ -67,8 +79,15 @@ class BackendFactory:
     def __init__(self, target: PreTrainedModel, drafts: Mapping[str, Draft], runtime: DecoderConfig) -> None:
         self.target = target
         self.drafts = drafts
-        # The benchmark draws its own conclusions about low acceptance, and sets gamma itself.
-        self.runtime = replace(runtime, gamma="fixed", verify_width=None, min_conditional_acceptance=0.0)
+        # The benchmark draws its own conclusions about low acceptance, and sets what is proposed itself.
+        self.runtime = replace(
+            runtime,
+            drafter="model",
+            tree=None,
+            gamma="fixed",
+            verify_width=None,
+            min_conditional_acceptance=0.0,
+        )
         self._made: dict[Condition, Backend] = {}
 
     def backend_of(self, condition: Condition) -> Backend:
@@ -99,15 +118,18 @@ class BackendFactory:
             return self._vllm(condition)
         if condition.is_plain:
             return self._plain(condition.batch, verify_width=None)
-        draft = self.drafts[condition.draft]
-        if condition.backend == "hf_assisted":
-            return HFAssisted(self.target, draft.model, num_speculative_tokens=condition.gamma)
         config = replace(
             self.runtime,
             num_speculative_tokens=condition.gamma,
             gamma=condition.gamma_policy,
             max_batch_size=condition.batch,
         )
+        if condition.draft == NGRAM:
+            config = replace(config, drafter="ngram", draft_confidence=0.0)
+            return NativeBackend(self.target, None, config)
+        draft = self.drafts[condition.draft]
+        if condition.backend == "hf_assisted":
+            return HFAssisted(self.target, draft.model, num_speculative_tokens=condition.gamma)
         return NativeBackend(self.target, draft.model, config, draft_vocab_ids=draft.vocab_ids)
 
     def _plain(self, batch: int, *, verify_width: int | None) -> Backend:

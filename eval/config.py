@@ -68,6 +68,7 @@ class BenchConfig:
 
     `prompts`: a file of prompts, None for held-out prompts of the corpus. `dtype`: of both models, None for
     the target's. `auto_gamma`: also let the engine choose the proposal length, up to the largest of `gammas`.
+    `ngram_gammas`: also proposals that are looked up in the text, of up to so many tokens; empty leaves that out.
     `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas`.
     `num_check_prompts`: prompts whose greedy outputs are compared with plain decoding at the same width.
     `max_minutes`: stop early, with whole groups.
@@ -86,6 +87,7 @@ class BenchConfig:
     batch_sizes: list[int] = field(default_factory=lambda: [1])
     backends: list[str] = field(default_factory=lambda: ["native", "hf_generate"])
     undistilled_gammas: Optional[list[int]] = None
+    ngram_gammas: list[int] = field(default_factory=list)
     dtype: Optional[str] = None
     num_warmup_prompts: int = 1
     num_check_prompts: int = 8
@@ -116,10 +118,10 @@ class BenchConfig:
             raise ValueError(
                 f"bench.temperatures={list(self.temperatures)}: give one or more temperatures >= 0"
             )
-        if self.undistilled_gammas is not None and min(self.undistilled_gammas, default=1) < 1:
-            raise ValueError(
-                f"bench.undistilled_gammas={list(self.undistilled_gammas)}: proposal lengths must be >= 1"
-            )
+        for name in ("undistilled_gammas", "ngram_gammas"):
+            gammas = getattr(self, name)
+            if gammas is not None and min(gammas, default=1) < 1:
+                raise ValueError(f"bench.{name}={list(gammas)}: proposal lengths must be >= 1")
         if not self.gammas or min(self.gammas) < 1:
             raise ValueError(f"bench.gammas={list(self.gammas)}: give one or more proposal lengths >= 1")
         if not self.batch_sizes or min(self.batch_sizes) < 1:

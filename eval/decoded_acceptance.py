@@ -105,6 +105,8 @@ def decoded_acceptance(
     config = replace(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
+        drafter="model",
+        tree=None,
         gamma="fixed",
         sampler=sampler,
         max_batch_size=batch_size,

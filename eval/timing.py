@@ -87,6 +87,8 @@ def measure_overhead_ms(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
         max_batch_size=batch_size,
+        drafter="model",
+        tree=None,
         gamma="fixed",
         verify_width=None,
         min_conditional_acceptance=0.0,

@@ -105,6 +105,8 @@ def trace_tokens(
     config = replace(
         runtime or DecoderConfig(),
         num_speculative_tokens=gamma,
+        drafter="model",
+        tree=None,
         gamma="fixed",
         sampler=sampler,
         max_batch_size=len(prompts),
@@ -130,7 +132,9 @@ def trace_tokens(
                 scored = _Scored(target, draft, heads, list(ids), output.token_ids, temperature or 1.0)
                 tokens = scored.tokens(_writers(output, own), detokenize)
                 text = detokenize(output.token_ids)
-                traces[index, temperature, name] = _trace(shown, name, temperature, config, text, output, tokens)
+                traces[index, temperature, name] = _trace(
+                    shown, name, temperature, config, text, output, tokens
+                )
     order = [(i, t, name) for i in range(len(prompts)) for t in temperatures for name in drafts]
     return [traces[key] for key in order]
 

@@ -33,12 +33,12 @@ class Batch:
         """Committed output tokens per row, [B]."""
         return self.column([row.num_generated for row in self.rows])
 
-    def noise(self, num: int) -> Optional[Tensor]:
+    def noise(self, num: int, *, num_lanes: int = 1) -> Optional[Tensor]:
         """[purpose, B, num] uniform numbers for the next `num` output positions; None when all is at temperature 0."""
-        return None if self.sampling.all_greedy else self.uniforms(num)
+        return None if self.sampling.all_greedy else self.uniforms(num, num_lanes=num_lanes)
 
-    def uniforms(self, num: int) -> Tensor:
+    def uniforms(self, num: int, *, num_lanes: int = 1) -> Tensor:
         """The same, whatever the temperatures."""
         seeds = np.array([row.seed for row in self.rows], dtype=np.uint64)
         positions = np.array([row.num_generated for row in self.rows], dtype=np.int64)
-        return torch.from_numpy(uniforms(seeds, positions, num)).to(self.device)
+        return torch.from_numpy(uniforms(seeds, positions, num, num_lanes=num_lanes)).to(self.device)

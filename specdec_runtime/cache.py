@@ -90,6 +90,13 @@ class SlotLayer(CacheLayerMixin):
             if slots is not None:
                 slots[destination, :, :num_positions] = slots[source, :, :num_positions]
 
+    def gather(self, sources_BD: Tensor, destinations_BD: Tensor) -> None:
+        """Within each of the first slots, copies positions to other positions; all are read before any is written."""
+        rows_B1 = torch.arange(sources_BD.shape[0], device=sources_BD.device)[:, None]
+        for slots in (self.keys, self.values):
+            assert slots is not None
+            slots[rows_B1, :, destinations_BD] = slots[rows_B1, :, sources_BD]
+
     def copy_of(self, slot: int, num_positions: int) -> tuple[Tensor, Tensor]:
         """Keys and values [K, P, D] of a slot's first positions."""
         assert self.keys is not None
@@ -141,6 +148,21 @@ class SlotCache(Cache):
         """Copies a sequence to another slot."""
         for layer in self.slot_layers:
             layer.move(source, destination, num_positions)
+
+    def keep_path(self, roots_B: Tensor, path_BD: Tensor) -> None:
+        """Behind each root, puts the nodes of a tree that were accepted one after another, in place.
+
+        Args:
+            roots_B: position of the root in each of the first slots; node i lies at root + 1 + i. path_BD: nodes, -1 behind
+                the last accepted one.
+        """
+        behind_B1 = roots_B[:, None] + 1
+        # A row that a draft with a shorter context does not follow may be longer than its slot; it has no path.
+        destinations_BD = behind_B1 + torch.arange(path_BD.shape[1], device=path_BD.device)
+        destinations_BD = destinations_BD.clamp(max=self.capacity - 1)
+        sources_BD = torch.where(path_BD < 0, destinations_BD, behind_B1 + path_BD)
+        for layer in self.slot_layers:
+            layer.gather(sources_BD, destinations_BD)
 
 
 def kv_bytes_per_position(model: PreTrainedModel) -> int:

@@ -1,8 +1,11 @@
 """Settings of the decoding engine; they are also the Hydra group `runtime`."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
+from specdec_runtime.tree import Tree, make_tree
+
+DRAFTERS = ("model", "ngram")
 SAMPLERS = ("probabilistic", "greedy")
 GAMMAS = ("fixed", "auto")
 ACCEPTANCES = ("exact", "typical", "lenient", "synthetic")
@@ -10,20 +13,26 @@ INVARIANT_WIDTH = (
     8  # width of every decode forward under width_invariant, so that all gammas below it share a shape
 )
 
+MAX_TREE_NODES = 63  # with the root, what the scratch positions of a slot hold
+
 
 @dataclass
 class DecoderConfig:
     """How the engine proposes, verifies and bounds its work. Field by field, in `conf/runtime/native.yaml`.
 
-    Only primitives and Optional, so that the class is a valid OmegaConf schema. A wrong value raises
+    A valid OmegaConf schema, which has no union of a name and a list: hence `tree` of any type. A wrong value raises
     `ValueError` with the field's name.
     """
 
     # What is proposed
+    drafter: str = "model"
     num_speculative_tokens: int = 4
     gamma: str = "fixed"
     sampler: str = "probabilistic"
     draft_confidence: float = 0.0
+    tree: Any = None
+    ngram_max: int = 3
+    ngram_min: int = 1
     # What is accepted
     acceptance: str = "exact"
     eta: float = 0.3
@@ -47,10 +56,13 @@ class DecoderConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        _choice("drafter", self.drafter, DRAFTERS)
         _choice("gamma", self.gamma, GAMMAS)
         _choice("sampler", self.sampler, SAMPLERS)
         _choice("acceptance", self.acceptance, ACCEPTANCES)
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0, "0 is plain decoding")
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, self.ngram_min, "ngram_min")
         _at_least("max_batch_size", self.max_batch_size, 1)
         _at_least("prefill_chunk_tokens", self.prefill_chunk_tokens, 1)
         _at_least("max_draft_tokens", self.max_draft_tokens, 1)
@@ -64,14 +76,20 @@ class DecoderConfig:
                 1,
                 "or null for no limit",
             )
-        if self.verify_width is not None and self.verify_width < self.num_speculative_tokens + 1:
+        self._check_tree()
+        if self.verify_width is not None and self.verify_width < self.max_proposals + 1:
             raise ValueError(
-                f"verify_width={self.verify_width}: must be at least num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}, or null for exactly that"
+                f"verify_width={self.verify_width}: must be at least num_speculative_tokens (or nodes of the tree) + 1 = "
+                f"{self.max_proposals + 1}, or null for exactly that"
             )
         for name in ("draft_confidence", "min_conditional_acceptance"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie in [0, 1] (0 switches it off)")
+        if self.drafter == "ngram" and self.draft_confidence > 0:
+            raise ValueError(
+                f"draft_confidence={self.draft_confidence}: drafter='ngram' has no probabilities to go by; set it to 0, "
+                "and raise ngram_min to propose less often"
+            )
         if not 0.0 <= self.synthetic_acceptance <= 1.0:
             raise ValueError(f"synthetic_acceptance={self.synthetic_acceptance}: must lie in [0, 1]")
         for name in ("eta", "lenience"):
@@ -81,6 +99,35 @@ class DecoderConfig:
             raise ValueError(
                 f"kv_memory_limit_gib={self.kv_memory_limit_gib}: must be > 0, or null for the free memory"
             )
+
+    def _check_tree(self) -> None:
+        tree = self.topology
+        if tree is None:
+            return
+        if tree.depth > self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: below the tree's depth of {tree.depth}; raise it, or "
+                "take a flatter tree"
+            )
+        chains_only = {"drafter": "model", "gamma": "fixed", "acceptance": "exact", "draft_confidence": 0.0}
+        for name, value in chains_only.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: with a tree only {value!r} is possible; set tree=null"
+                )
+
+    @property
+    def topology(self) -> Optional[Tree]:
+        """The tree that is proposed in a round; None for a chain, and in plain decoding."""
+        if self.tree is None or self.num_speculative_tokens == 0:
+            return None
+        return make_tree(self.tree, max_nodes=min(self.max_draft_tokens, MAX_TREE_NODES))
+
+    @property
+    def max_proposals(self) -> int:
+        """Most proposals of a row in a round: gamma, or the nodes of the tree."""
+        tree = self.topology
+        return self.num_speculative_tokens if tree is None else tree.num_nodes
 
     @property
     def lossless(self) -> bool:
@@ -92,7 +139,7 @@ class DecoderConfig:
         """Tokens per row to which every decode forward is padded; None when a forward is as wide as its proposals."""
         if self.verify_width is not None or not self.width_invariant:
             return self.verify_width
-        return max(INVARIANT_WIDTH, self.num_speculative_tokens + 1)
+        return max(INVARIANT_WIDTH, self.max_proposals + 1)
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ Shape legend: B rows, G proposed positions, N ids the draft can propose.
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,10 @@ from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.noise import DRAFT
 from specdec_runtime.prefill import Feed, feed_all
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
 from specdec_runtime.verify import sample_by_inverse_cdf
-
-
-class Proposal(NamedTuple):
-    """`probs_BGN` is the q that ids were sampled from; None when they were chosen by argmax (q is one-hot)."""
-
-    ids_BG: Tensor
-    num_proposed_B: Tensor
-    probs_BGN: Optional[Tensor]
 
 
 class Drafter:
@@ -142,11 +135,22 @@ class Drafter:
                 )
                 if not bool(goes_on_B.any()):
                     break
+        for row, num in zip(rows, wanted, strict=True):
+            row.times.num_draft_steps += len(ids) if num else 0
         return Proposal(
             proposed_BG,
             torch.minimum(num_proposed_B, num_wanted_B),
             torch.stack(probs, dim=1) if ids and not by_argmax else None,
         )
+
+    def settle(self, row: Row, *, num_accepted: int, num_drafted: int) -> None:
+        """The cache holds the row's committed tokens up to the last accepted one: the draft was fed every proposal but the last."""
+        row.draft_valid = len(row.token_ids) + min(num_accepted, num_drafted - 1)
+
+    def move(self, source: int, destination: int, row: Row) -> None:
+        """Copies the row's keys and values to another slot."""
+        if self.runner.cache is not None:
+            self.runner.cache.move_slot(source, destination, row.draft_valid)
 
     def _going_on(self, sure_B: Tensor, takes_part_B: Tensor, num_proposed_B: Tensor) -> Tensor:
         """Rows that propose one more: those that are sure enough, and not too far ahead of the row that stopped first."""

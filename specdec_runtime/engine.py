@@ -1,6 +1,6 @@
 """The decoding engine: continuous batching over slots, speculative or plain through the same code.
 
-Shape legend: B rows (active requests), W width of a target forward, G proposed positions, T = G + 1, V vocabulary.
+Shape legend: P purposes of noise, B rows (active requests), T proposed positions and one more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_runtime.accounting import share_prompts, share_round
 from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.detokenize import Detokenize, StopStringFinder
-from specdec_runtime.drafter import Drafter, Proposal
+from specdec_runtime.drafting import make_drafter
 from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.gamma import GammaPolicy, RoundReport, make_gamma_policy
 from specdec_runtime.judge import Judge, Judgement
@@ -24,6 +25,7 @@ from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
 from specdec_runtime.stats import Stats
 from specdec_runtime.stopwatch import Stopwatch
+from specdec_runtime.verification import block_logits, keep_path
 
 
 class SpeculativeDecoder:
@@ -35,7 +37,7 @@ class SpeculativeDecoder:
         config: see `DecoderConfig`.
         draft_vocab_ids: sorted ids that the draft's head is trimmed to, or None.
         detokenize: ids -> text; needed for stop strings, and gives `Output.text`.
-        on_round: called with each row's `RoundRecord` after each round, for those who want to look on.
+        on_round: called with each row's `RoundRecord` after each round, for those who want to look on; not with a tree.
 
     Raises:
         ValueError: a model cannot be used, memory does not suffice, or a request does not fit; names what and why.
@@ -52,19 +54,13 @@ class SpeculativeDecoder:
         on_round: Optional[OnRound] = None,
     ) -> None:
         self.config = config or DecoderConfig()
-        options = StepOptions.of(self.config)
-        self.target = ModelRunner(target_model, "target", options)
+        self.target = ModelRunner(target_model, "target", StepOptions.of(self.config))
         self.device = self.target.device
-        self.drafter: Optional[Drafter] = None
-        if draft_model is not None and self.config.num_speculative_tokens > 0:
-            self.drafter = Drafter(
-                draft_model,
-                target_vocab_size=self.target.vocab_size,
-                vocab_ids=draft_vocab_ids,
-                sampler=self.config.sampler,
-                max_spread=self.config.max_gamma_spread,
-                options=options,
-            )
+        self.drafter = make_drafter(
+            self.config, draft_model, draft_vocab_ids, target_vocab_size=self.target.vocab_size
+        )
+        if on_round is not None and self.config.topology is not None:
+            raise ValueError("on_round: a record is of a chain; set tree=null to look on")
         self.detokenize = detokenize
         self.on_round = on_round
         self.eos_ids = eos_ids_of(target_model)
@@ -72,6 +68,8 @@ class SpeculativeDecoder:
         self._limits = Limits(self.config, self.target, self.drafter)
         self._gamma: GammaPolicy = make_gamma_policy(self.config, self.device)
         self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
+        tree = self.config.topology
+        self._num_lanes = 1 if tree is None else tree.max_width
         self._watch = Stopwatch(self.device)
         self._batch: Optional[Batch] = None
         self._prefix: Optional[SharedPrefix] = None
@@ -173,11 +171,10 @@ class SpeculativeDecoder:
         batch = self._batch_of(rows)
         judgement = self._judge(logits, None, batch, batch.noise(1))
         now_s = scheduler.now_s()
-        prefill_ms = self._watch.take()["prefill"]
         for i, row in enumerate(rows):
             row.commit(judgement.blocks[i], judgement.logprobs_of(i, row.request), now_s)
-            row.times.prefill_ms += prefill_ms / len(rows)
-            row.times.overhead_ms += max(0.0, (now_s - start_s) * 1e3 - prefill_ms) / len(rows)
+        prefill_ms = self._watch.take()["prefill"]
+        share_prompts(rows, prefill_ms=prefill_ms, total_ms=(now_s - start_s) * 1e3)
         self._batch = None
         return rows
 
@@ -190,7 +187,7 @@ class SpeculativeDecoder:
         if self.drafter is not None:
             choice = self._gamma.choose(len(rows))
             wanted = self._limits.bound(rows, choice.gamma)
-        uniform_PBT = batch.noise(max(wanted) + 1)
+        uniform_PBT = batch.noise(max(wanted) + 1, num_lanes=self._num_lanes)
         if self.drafter is not None and max(wanted):
             with self._watch.phase("prefill"):
                 self.drafter.catch_up(rows, wanted, chunk=self.config.prefill_chunk_tokens)
@@ -199,48 +196,30 @@ class SpeculativeDecoder:
             )
         width = self._limits.width(rows, 0 if proposal is None else proposal.ids_BG.shape[1])
         with self._watch.phase("verify"):
-            logits = self._verify_forward(batch, proposal, width)
+            logits = block_logits(self.target, batch, proposal, width=width)
         judgement = self._judge(logits, proposal, batch, uniform_PBT)
         self._commit(batch, judgement, scheduler.now_s())
         if self.on_round is not None:
             report_rounds(self.on_round, rows, proposal)
         self._account(rows, judgement, wanted, width, (scheduler.now_s() - start_s) * 1e3)
 
-    def _verify_forward(self, batch: Batch, proposal: Optional[Proposal], width: int) -> Tensor:
-        """Logits [B, T, V] after the last committed token and each proposal; the block is padded to `width`."""
-        last_B1 = batch.column([row.token_ids[-1] for row in batch.rows])[:, None]
-        parts = [last_B1] if proposal is None else [last_B1, proposal.ids_BG]
-        num_used = 1 if proposal is None else 1 + proposal.ids_BG.shape[1]
-        parts.append(last_B1.expand(-1, width - num_used))
-        starts = [len(row.token_ids) - 1 for row in batch.rows]
-        logits = self.target.step(
-            torch.cat(parts, dim=1), batch.column(starts), num_cached=max(starts) + width
-        )
-        return logits[:, :num_used]
-
     def _commit(self, batch: Batch, judgement: Judgement, now_s: float) -> None:
+        if judgement.path_BD is not None:
+            assert self.drafter is not None and self.drafter.runner is not None
+            keep_path((self.target, self.drafter.runner), batch, judgement.path_BD)
         for slot, row in enumerate(batch.rows):
             num_proposed, num_accepted = judgement.num_proposed[slot], judgement.num_accepted[slot]
             row.rounds.append((row.num_generated, num_proposed, num_accepted))
             if num_proposed:
-                # The draft was fed every proposal but the last one.
-                row.draft_valid = len(row.token_ids) + min(num_accepted, judgement.num_drafted - 1)
+                assert self.drafter is not None
+                self.drafter.settle(row, num_accepted=num_accepted, num_drafted=judgement.num_drafted)
             kept = row.commit(judgement.blocks[slot], judgement.logprobs_of(slot, row.request), now_s)
             batch.sampling.observe(slot, kept)
 
     def _account(
         self, rows: Sequence[Row], judgement: Judgement, wanted: Sequence[int], width: int, round_ms: float
     ) -> None:
-        ms = self._watch.take()
-        draft_ms, verify_ms, prefill_ms = ms.get("draft", 0.0), ms.get("verify", 0.0), ms.get("prefill", 0.0)
-        overhead_ms = max(0.0, round_ms - draft_ms - verify_ms - prefill_ms)
-        for row in rows:
-            row.times.draft_ms += draft_ms / len(rows)
-            row.times.verify_ms += verify_ms / len(rows)
-            row.times.prefill_ms += prefill_ms / len(rows)
-            row.times.overhead_ms += overhead_ms / len(rows)
-        for row, num in zip(rows, wanted, strict=True):
-            row.times.num_draft_steps += judgement.num_drafted if num else 0
+        times = share_round(rows, self._watch.take(), total_ms=round_ms)
         self._gamma.observe(
             RoundReport(
                 rows=rows,
@@ -249,9 +228,7 @@ class SpeculativeDecoder:
                 num_accepted=judgement.num_accepted,
                 num_drafted=judgement.num_drafted,
                 width=width,
-                draft_ms=draft_ms,
-                verify_ms=verify_ms,
-                overhead_ms=overhead_ms,
+                **times._asdict(),
             )
         )
 
@@ -261,8 +238,8 @@ class SpeculativeDecoder:
             row = scheduler.active[destination]
             assert self.target.cache is not None
             self.target.cache.move_slot(source, destination, len(row.token_ids))
-            if self.drafter is not None and self.drafter.runner.cache is not None:
-                self.drafter.runner.cache.move_slot(source, destination, row.draft_valid)
+            if self.drafter is not None:
+                self.drafter.move(source, destination, row)
         if finished:
             self._batch = None
         return finished

@@ -14,6 +14,7 @@ from specdec_runtime.attention import attention_of_runtime, causal_mask
 from specdec_runtime.cache import SCRATCH, SlotCache, kv_bytes_per_position
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.graphs import GraphedSteps
+from specdec_runtime.layout import BlockLayout
 from specdec_runtime.packed import packed
 
 #: Packed linear layers take no longer for this many tokens than for one, which has a kernel of its own that rounds otherwise.
@@ -124,20 +125,24 @@ class ModelRunner:
         num_cached: int,
         num_logits: Optional[int] = None,
         sits_out_B: Optional[Tensor] = None,
+        layout: Optional[BlockLayout] = None,
     ) -> Tensor:
         """A decode forward over the first slots, as `forward`, by CUDA graph or compiled code where that is on.
 
         The logits may be overwritten by the next step. Blocks of very few tokens are padded: the positions behind them are
         written by a later step before anything reads them.
+
+        Args:
+            layout: of a block that is part of a tree, with its root at `starts_B`; None for a chain.
         """
         assert self.cache is not None
         num_rows, num_positions = ids_BL.shape
         num_rows = self.cache.num_slots if self._pads_rows else num_rows
         num_padding = -(-self._min_step_tokens // num_rows) - num_positions
         if num_padding <= 0:
-            return self._step(ids_BL, starts_B, num_cached, num_logits, sits_out_B)
+            return self._step(ids_BL, starts_B, num_cached, num_logits, sits_out_B, layout)
         padded_BL = nn.functional.pad(ids_BL, (0, num_padding))
-        logits = self._step(padded_BL, starts_B, num_cached, None, sits_out_B)
+        logits = self._step(padded_BL, starts_B, num_cached, None, sits_out_B, layout)
         first = 0 if num_logits is None else num_positions - num_logits
         return logits[:, first:num_positions]
 
@@ -148,11 +153,14 @@ class ModelRunner:
         num_cached: int,
         num_logits: Optional[int],
         sits_out_B: Optional[Tensor],
+        layout: Optional[BlockLayout],
     ) -> Tensor:
         assert self.cache is not None
         num_cached, num_rows = self._rounded(num_cached), ids_BL.shape[0]
         if not self._pads_rows:
-            logits = self._compute(self._step_model, ids_BL, starts_B, sits_out_B, num_cached, 0, num_logits)
+            logits = self._compute(
+                self._step_model, ids_BL, starts_B, sits_out_B, num_cached, 0, num_logits, layout
+            )
             assert logits is not None
             return logits
         num_padding = self.cache.num_slots - num_rows
@@ -163,12 +171,12 @@ class ModelRunner:
         sits_out_B = nn.functional.pad(sits_out_B, (0, num_padding), value=True)
 
         def compute(ids: Tensor, starts: Tensor, sits_out: Tensor) -> Optional[Tensor]:
-            return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits)
+            return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits, layout)
 
         if self._graphs is None:
             logits = compute(ids_BL, starts_B, sits_out_B)
         else:
-            key = (num_cached, num_logits or 0)
+            key = (num_cached, num_logits or 0, id(layout))
             logits = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B)
         assert logits is not None
         return logits[:num_rows]
@@ -186,20 +194,24 @@ class ModelRunner:
         num_cached: int,
         first_slot: int,
         num_logits: Optional[int],
+        layout: Optional[BlockLayout] = None,
     ) -> Optional[Tensor]:
         assert self.cache is not None
         num_positions = ids_BL.shape[1]
-        positions_BL = starts_B[:, None] + torch.arange(num_positions, device=self.device)
+        if layout is None:
+            positions_BL = places_BL = starts_B[:, None] + torch.arange(num_positions, device=self.device)
+            mask = causal_mask(positions_BL, num_cached, self.dtype)
+        else:
+            layout = layout.padded(num_positions)
+            positions_BL, places_BL = (starts_B[:, None] + x for x in (layout.offsets_L, layout.slots_L))
+            mask = layout.mask(starts_B, num_cached, self.dtype)
         if sits_out_B is not None:
             assert num_positions <= SCRATCH
             scratch_L = torch.arange(num_positions, device=self.device) + self.cache.capacity - SCRATCH
-            write_BL = torch.where(sits_out_B[:, None], scratch_L, positions_BL)
-        else:
-            write_BL = positions_BL
-        self.cache.begin(positions_BL=write_BL, first_slot=first_slot, num_cached=num_cached)
+            places_BL = torch.where(sits_out_B[:, None], scratch_L, places_BL)
+        self.cache.begin(positions_BL=places_BL, first_slot=first_slot, num_cached=num_cached)
         # Padding behind the last position of a full context is never committed, but must be a legal position.
         position_ids_BL = positions_BL.clamp(max=self.context - 1)
-        mask = causal_mask(positions_BL, num_cached, self.dtype)
         module = self.model.base_model if num_logits == 0 else model
         extra = {} if num_logits == 0 else {"logits_to_keep": num_logits or 0}
         with attention_of_runtime(self.model):

@@ -11,22 +11,25 @@ from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.drafter import Proposal
 from specdec_runtime.lossy import lossy_accepts, synthetic_accepts
 from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import TokenLogprob
+from specdec_runtime.tree_judge import judge_tree
 from specdec_runtime.verify import Verdict, verify_chain
 
 
 @dataclass
 class Judgement:
-    """Host side of a round. `blocks[row]`: accepted tokens and the next one. `num_drafted`: draft steps that were run."""
+    """Host side of a round. `blocks[row]`: accepted tokens and the next one. `num_drafted`: most tokens that a row could get
+    accepted. `path_BD`: with a tree, its accepted nodes (see `TreeVerdict`), still on the device."""
 
     blocks: list[list[int]]
     num_proposed: list[int]
     num_accepted: list[int]
     num_drafted: int
+    path_BD: Optional[Tensor] = None
     token_logprobs: Optional[list[list[float]]] = None
     top_ids: Optional[list[list[list[int]]]] = None
     top_logprobs: Optional[list[list[list[float]]]] = None
@@ -59,12 +62,20 @@ class Judge:
         uniform_PBT: Optional[Tensor],
     ) -> Judgement:
         """logits_BTV: raw, any dtype; position i follows the i-th proposal. proposal: None in plain decoding."""
-        num_rows, num_positions = logits_BTV.shape[:2]
+        num_rows, path_BD = logits_BTV.shape[0], None
         if proposal is None:
             none_B0 = torch.zeros(num_rows, 0, dtype=torch.long, device=logits_BTV.device)
             proposal = Proposal(none_B0, none_B0.new_zeros(num_rows), None)
-        verdict = self._verdict(logits_BTV, proposal, batch, uniform_PBT)
-        block_BT = torch.nn.functional.pad(proposal.ids_BG, (0, 1))
+        line_BG = proposal.ids_BG  # of which the accepted ones are the first
+        if proposal.tree is None:
+            verdict = self._verdict(logits_BTV, proposal, batch, uniform_PBT)
+        else:
+            num_accepted_B, path_BD, next_ids_B = judge_tree(
+                logits_BTV, proposal, batch, uniform_PBT, self.draft_vocab_ids_N
+            )
+            verdict = Verdict(num_accepted_B, next_ids_B)
+            line_BG = line_BG.gather(1, path_BD.clamp(min=0))
+        block_BT = torch.nn.functional.pad(line_BG, (0, 1))
         block_BT.scatter_(1, verdict.num_accepted_B[:, None], verdict.next_ids_B[:, None])
         counts_B2 = torch.stack([proposal.num_proposed_B, verdict.num_accepted_B], dim=1)
         packed = torch.cat([counts_B2, block_BT], dim=1).tolist()
@@ -72,10 +83,14 @@ class Judge:
             blocks=[row[2 : 3 + row[1]] for row in packed],
             num_proposed=[row[0] for row in packed],
             num_accepted=[row[1] for row in packed],
-            num_drafted=num_positions - 1,
+            num_drafted=proposal.num_drafted,
+            path_BD=path_BD,
         )
         wanted = [r.logprobs for r in batch.sampling.requests if r.logprobs is not None]
         if wanted:
+            if path_BD is not None:
+                at_BT = torch.nn.functional.pad(path_BD.clamp(min=0) + 1, (1, 0))
+                logits_BTV = logits_BTV[torch.arange(num_rows, device=at_BT.device)[:, None], at_BT]
             _add_logprobs(judgement, logits_BTV, block_BT, max(wanted))
         return judgement
 

@@ -7,9 +7,9 @@ from typing import Optional
 from transformers import PreTrainedModel
 
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.drafter import Drafter
 from specdec_runtime.forward import ModelRunner
 from specdec_runtime.memory import free_memory_bytes
+from specdec_runtime.proposal import Proposer
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stats import Stats
@@ -23,8 +23,9 @@ _MIN_JUDGED_TO_WARN = 100
 class Limits:
     """Bounds of one decoder."""
 
-    def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Drafter]) -> None:
+    def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Proposer]) -> None:
         self.config, self.target, self.drafter = config, target, drafter
+        self._tree, self._max_proposals = config.topology, config.max_proposals
         self._has_warned = False
 
     def check_request(self, index: int, request: Request, *, has_detokenize: bool) -> None:
@@ -83,10 +84,13 @@ class Limits:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         # Room for a block that is padded behind the last token of a full row.
-        capacity += max(self.config.fixed_width or 0, self.config.num_speculative_tokens + 1)
+        capacity += max(self.config.fixed_width or 0, self._max_proposals + 1)
         plans = [("target", self.target, capacity)]
-        if self.drafter is not None:
-            plans.append(("draft", self.drafter.runner, min(capacity, self.drafter.runner.context)))
+        draft = None if self.drafter is None else self.drafter.runner
+        if draft is not None:
+            # The nodes of one depth share a position, but each has a place of its own.
+            num_nodes = 0 if self._tree is None else self._tree.num_nodes
+            plans.append(("draft", draft, min(capacity, draft.context + num_nodes)))
         held = sum(
             r.kv_bytes(r.cache.num_slots, r.cache.capacity) for _, r, _ in plans if r.cache is not None
         )
@@ -117,28 +121,32 @@ class Limits:
     def bound(self, rows: Sequence[Row], gamma: int) -> list[int]:
         """Proposals per row: what the policy chose, within all limits. Sets `row.not_speculating` where a limit ends it."""
         assert self.drafter is not None
-        context = self.drafter.runner.context
-        per_row = max(1, self.config.max_draft_tokens // len(rows))
+        draft = self.drafter.runner
+        # Of a tree, max_draft_tokens bounds the nodes and not the depth.
+        most = (
+            gamma if self._tree is not None else min(gamma, max(1, self.config.max_draft_tokens // len(rows)))
+        )
         bounded = []
         for row in rows:
             # The last proposal is sampled from the position of the one before it, which the draft must be able to hold.
-            room = context - len(row.token_ids) + 1
-            if room < 1 and row.not_speculating is None:
-                row.not_speculating = f"beyond the draft's context of {context} tokens"
+            room = gamma if draft is None else draft.context - len(row.token_ids) + 1
+            if draft is not None and room < 1 and row.not_speculating is None:
+                row.not_speculating = f"beyond the draft's context of {draft.context} tokens"
             if row.not_speculating is not None:
                 bounded.append(0)
             else:
-                bounded.append(max(0, min(gamma, per_row, row.num_remaining - 1, room)))
+                bounded.append(max(0, min(most, row.num_remaining - 1, room)))
         return bounded
 
     def width(self, rows: Sequence[Row], num_proposed: int) -> int:
-        """Tokens per row of the target's forward, constant over a run with a fixed gamma: kernels may round by width."""
+        """Tokens per row of the target's forward, constant over a run with a draft model and a fixed gamma: kernels may round by
+        width. Looked-up proposals are of any length, most often none: padding them all would cost more than they bring."""
         if self.config.fixed_width is not None:
             return self.config.fixed_width
         is_speculating = any(row.not_speculating is None for row in rows)
-        if self.config.gamma == "fixed" and is_speculating:
+        if self.config.gamma == "fixed" and self.config.drafter == "model" and is_speculating:
             per_row = max(1, self.config.max_draft_tokens // len(rows))
-            return 1 + min(self.config.num_speculative_tokens, per_row)
+            return 1 + min(self._max_proposals, per_row)
         return 1 + num_proposed
 
     def warn_if_not_accepted(self, stats: Stats) -> None:
@@ -149,11 +157,15 @@ class Limits:
         rate = stats.num_accepted / num_judged
         if rate < self.config.min_conditional_acceptance:
             self._has_warned = True
+            remedy = (
+                "raise ngram_min" if self.config.drafter == "ngram" else "distil the draft for this traffic"
+            )
             logger.warning(
                 "the target accepts %.0f%% of the draft tokens that it judges (min_conditional_acceptance=%.2f): "
-                "distil the draft for this traffic, lower num_speculative_tokens, or set gamma=auto",
+                "%s, lower num_speculative_tokens, or set gamma=auto",
                 100 * rate,
                 self.config.min_conditional_acceptance,
+                remedy,
             )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.drafter import Proposal
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.verify import probs_of
 
 

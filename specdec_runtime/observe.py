@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from specdec_runtime.drafter import Proposal
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 
 

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from specdec_runtime.layout import BlockLayout
 from specdec_runtime.request import Request
 
 _NUCLEUS_CANDIDATES = 1024  # sorting this many likely ids is much cheaper than sorting a vocabulary
@@ -134,6 +135,7 @@ class BatchSampling:
         proposed_BG: Tensor,
         first_offset: int,
         vocab_ids_N: Optional[Tensor] = None,
+        layout: Optional[BlockLayout] = None,
     ) -> Tensor:
         """Bias, penalties and min_new_tokens, in fp32.
 
@@ -141,6 +143,7 @@ class BatchSampling:
             logits_BLN: position l of the block is `first_offset + l` proposals past the committed tokens.
             num_generated_B: committed output tokens. proposed_BG: the proposals so far.
             vocab_ids_N: ids of the columns, None for the whole vocabulary.
+            layout: of positions in a tree, whose nodes are the proposals; `first_offset` plays no part then.
         """
         logits_BLN = logits_BLN.float()
         if not self.changes_logits:
@@ -149,20 +152,24 @@ class BatchSampling:
         def columns(x: Tensor) -> Tensor:
             return x if vocab_ids_N is None else x.index_select(-1, vocab_ids_N)
 
-        num_positions = logits_BLN.shape[1]
+        if layout is None:
+            offset_L = torch.arange(first_offset, first_offset + logits_BLN.shape[1], device=self.device)
+            proposal_G = torch.arange(proposed_BG.shape[1], device=self.device)
+            lies_behind_LG = proposal_G < offset_L[:, None]
+        else:
+            offset_L, lies_behind_LG = layout.offsets_L, layout.sees_LT[:, 1 : 1 + proposed_BG.shape[1]]
         if self._bias_BV is not None:
             logits_BLN = logits_BLN + columns(self._bias_BV)[:, None]
         if self._repetition_B is not None and self._seen_BV is not None:
-            seen = columns(_seen_in_block(self._seen_BV, proposed_BG, first_offset, num_positions))
+            seen = columns(_seen_in_block(self._seen_BV, proposed_BG, lies_behind_LG))
             penalty = self._repetition_B[:, None, None]
             penalised = torch.where(logits_BLN > 0, logits_BLN / penalty, logits_BLN * penalty)
             logits_BLN = torch.where(seen, penalised, logits_BLN)
         if self._presence_B is not None and self._output_BV is not None:
-            seen = columns(_seen_in_block(self._output_BV, proposed_BG, first_offset, num_positions))
+            seen = columns(_seen_in_block(self._output_BV, proposed_BG, lies_behind_LG))
             logits_BLN = logits_BLN - self._presence_B[:, None, None] * seen
         if self._min_new_B is not None and self._stop_BV is not None:
-            index_L = torch.arange(first_offset, first_offset + num_positions, device=self.device)
-            too_early_BL = num_generated_B[:, None] + index_L < self._min_new_B[:, None]
+            too_early_BL = num_generated_B[:, None] + offset_L < self._min_new_B[:, None]
             logits_BLN = logits_BLN.masked_fill(
                 too_early_BL[:, :, None] & columns(self._stop_BV)[:, None], -torch.inf
             )
@@ -201,12 +208,10 @@ class BatchSampling:
         return bias_BV
 
 
-def _seen_in_block(seen_BV: Tensor, proposed_BG: Tensor, first_offset: int, num_positions: int) -> Tensor:
-    """[B, L, V]: what position l has behind it, the proposals before it included."""
-    seen_BLV = seen_BV[:, None].repeat(1, num_positions, 1)
+def _seen_in_block(seen_BV: Tensor, proposed_BG: Tensor, lies_behind_LG: Tensor) -> Tensor:
+    """[B, L, V]: what position l has behind it, its own proposals included."""
+    seen_BLV = seen_BV[:, None].repeat(1, lies_behind_LG.shape[0], 1)
     for k in range(proposed_BG.shape[1]):
-        first = max(0, k + 1 - first_offset)
-        if first < num_positions:
-            ids_BL1 = proposed_BG[:, k, None, None].expand(-1, num_positions - first, 1)
-            seen_BLV[:, first:].scatter_(2, ids_BL1, True)
+        ids_BL1 = proposed_BG[:, k, None, None].expand(-1, seen_BLV.shape[1], 1)
+        seen_BLV.scatter_(2, ids_BL1, seen_BLV.gather(2, ids_BL1) | lies_behind_LG[:, k, None])
     return seen_BLV

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from specdec_runtime.detokenize import Detokenize, StopStringFinder
+from specdec_runtime.ngram_index import NgramIndex
 from specdec_runtime.request import Logprobs, Output, Request
 from specdec_runtime.stats import Stats
 
@@ -24,7 +25,8 @@ class Row:
     """A request under way: its committed tokens and its counts.
 
     `rounds`: (output length before, proposed, accepted) of each round; counted up at the end, when it is known where the
-    output was cut. `draft_valid`: positions of the draft's cache that hold committed tokens.
+    output was cut. `draft_valid`: positions of the draft's cache that hold committed tokens. `ngrams`: of the tokens so far, where
+    proposals are looked up in them.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Row:
     not_speculating: Optional[str] = None
     token_ids: list[int] = field(default_factory=list)
     draft_valid: int = 0
+    ngrams: Optional[NgramIndex] = None
     finish_reason: Optional[str] = None
     token_times_s: list[float] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=Logprobs)

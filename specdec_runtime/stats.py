@@ -1,7 +1,8 @@
 """What the engine counts, defined once.
 
 - proposed: draft tokens that the target judged. Accepted: those of them that it kept; the bonus or correction token is
-  never among them. A token behind an EOS, a stop or `max_new_tokens` counts as neither.
+  never among them. A token behind an EOS, a stop or `max_new_tokens` counts as neither. Of a tree, each depth counts as one
+  proposal, however many nodes it has.
 - round: one decode forward of the target. The prefill of a prompt is one more forward, and commits the first token.
 - block efficiency (tau) = committed / (rounds + prefills): exactly 1 without speculation.
 """

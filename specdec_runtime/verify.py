@@ -73,7 +73,7 @@ def verify_chain(
             q_Bn = draft_probs_BGN[rows_B, at_B] * fell_B1
             if draft_vocab_ids_N is not None:
                 columns_Bn = draft_vocab_ids_N.expand_as(q_Bn)
-        next_probs_BV = _residual(next_probs_BV, q_Bn, columns_Bn)
+        next_probs_BV = residual(next_probs_BV, q_Bn, columns_Bn)
     next_u_B = next_uniform_BT.gather(1, num_accepted_B[:, None]).squeeze(1)
     return Verdict(num_accepted_B, sample_by_inverse_cdf(next_probs_BV, next_u_B))
 
@@ -92,7 +92,7 @@ def probs_of(ids_BG: Tensor, probs_BGN: Optional[Tensor], vocab_ids_N: Optional[
     return probs_BGN.gather(2, columns_BG[:, :, None]).squeeze(2)
 
 
-def _residual(p_BV: Tensor, q_Bn: Tensor, columns_Bn: Optional[Tensor]) -> Tensor:
+def residual(p_BV: Tensor, q_Bn: Tensor, columns_Bn: Optional[Tensor]) -> Tensor:
     """max(p - q, 0), unnormalised. Rounding may leave nothing where p equals q: then p itself is right."""
     left_BV = p_BV - q_Bn if columns_Bn is None else p_BV.scatter_add(1, columns_Bn, -q_Bn)
     left_BV = left_BV.clamp_(min=0.0)

@@ -263,11 +263,25 @@ def test_conditions_follow_the_config() -> None:
     ]  # fmt: skip
 
 
+def test_ngram_lookup_is_a_condition_without_a_draft(make_model: Callable[..., PreTrainedModel]) -> None:
+    config = BenchConfig(
+        num_prompts=3, max_new_tokens=24, gammas=[2], ngram_gammas=[4, 8], auto_gamma=True, temperatures=[0.0],
+        num_bootstrap=10, ignore_eos=True,
+    )  # fmt: skip
+    rows = run_bench(make_model(0), {"distilled": Draft(make_model(1))}, PROMPTS, config).rows
+    found = [row for row in rows if row["draft"] == "ngram"]
+    assert [(row["gamma"], row["gamma_policy"]) for row in found] == [(4, "fixed"), (8, "fixed"), (8, "auto")]
+    assert all(row["lossless"] and row["num_identical"] == 3 for row in found)
+    assert all(row["backend"] == "native" and row["block_efficiency"] >= 1 for row in found)
+    with pytest.raises(ValueError, match="ngram"):
+        run_bench(make_model(0), {"ngram": Draft(make_model(1))}, PROMPTS, config)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("backends", ["vlm"]), ("backends", ["hf_assisted"]), ("gammas", [0]), ("batch_sizes", []), ("temperatures", [-1.0]),
-        ("num_prompts", 0), ("max_minutes", 0.0), ("undistilled_gammas", [0]), ("num_check_prompts", 0),
+        ("num_prompts", 0), ("max_minutes", 0.0), ("undistilled_gammas", [0]), ("ngram_gammas", [0]), ("num_check_prompts", 0),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_by_name(field: str, value: object) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder, judge, verify
+from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder, judge, tree_judge, verify, verify_tree
 
 VOCAB, LENGTH, NUM_SAMPLES, ALPHA, PROMPT = 4, 4, 3000, 1e-4, [3, 1]
 
@@ -143,6 +143,19 @@ def test_outputs_follow_the_target_with_confidence_exit_and_trimmed_head(models)
     assert chi_square_p_value(counts, expected) > ALPHA
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_follow_the_target_with_looked_up_proposals(models, name):
+    """Proposals from the text itself are a one-hot q: any temperature, warper and penalty."""
+    lookup = {"drafter": "ngram", "ngram_max": 2, "num_speculative_tokens": 2}
+    assert p_value((models[0], None), CASES[name], **lookup) > ALPHA
+
+
+def test_a_broken_residual_is_found_with_looked_up_proposals(models, monkeypatch):
+    monkeypatch.setattr(verify, "residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
+    lookup = {"drafter": "ngram", "ngram_max": 2, "num_speculative_tokens": 2}
+    assert p_value((models[0], None), CASES["temperature"], **lookup) < ALPHA
+
+
 def _with(monkeypatch, change):
     """Lets the engine call the rule with arguments that `change` has tampered with."""
     right = verify.verify_chain
@@ -151,7 +164,7 @@ def _with(monkeypatch, change):
 
 def test_a_broken_residual_is_found(models, monkeypatch):
     """openvino.genai 4190: the correction drawn from p, not from the residual."""
-    monkeypatch.setattr(verify, "_residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
+    monkeypatch.setattr(verify, "residual", lambda p_BV, q_Bn, columns_Bn: p_BV)
     assert p_value(models, CASES["temperature"], num_speculative_tokens=2) < ALPHA
 
 
@@ -183,3 +196,30 @@ def test_a_broken_bonus_is_found(models, monkeypatch):
     assert p_value(twice, CASES["temperature"], num_speculative_tokens=2) > ALPHA
     _with(monkeypatch, change)
     assert p_value(twice, CASES["temperature"], num_speculative_tokens=2) < ALPHA
+
+
+TREE = {"tree": "3x2", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [*itertools.product(("probabilistic",), CASES), ("greedy", "temperature"), ("greedy", "all")],
+)
+def test_outputs_follow_the_target_with_trees(models, sampler, name):
+    """Six branches in one forward, siblings drawn without replacement; where top_k leaves q fewer ids than there are children
+    too."""
+    assert p_value(models, CASES[name], sampler=sampler, **TREE) > ALPHA
+
+
+@pytest.mark.parametrize("fault", ["residual", "replacement"])
+def test_a_broken_rule_for_trees_is_found(models, monkeypatch, fault):
+    """p not updated when a sibling falls; siblings that were tried left in q."""
+    right, name = verify_tree.verify_tree, {"residual": "residual", "replacement": "_without"}[fault]
+
+    def faulty(*args, **kwargs):
+        with monkeypatch.context() as patched:  # what draws the siblings stays right
+            patched.setattr(verify_tree, name, lambda distribution, *others: distribution)
+            return right(*args, **kwargs)
+
+    monkeypatch.setattr(tree_judge, "verify_tree", faulty)
+    assert p_value(models, CASES["temperature"], **TREE) < ALPHA

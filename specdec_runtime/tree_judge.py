@@ -1,0 +1,47 @@
+"""The target's logits over a tree, judged: warp p at every position, apply the rule for trees.
+
+Shape legend: B rows, N nodes, T = N + 1 positions, V vocabulary.
+"""
+
+from typing import Optional
+
+from torch import Tensor
+
+from specdec_runtime.batch import Batch
+from specdec_runtime.layout import layout_of
+from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.proposal import Proposal, node_noise
+from specdec_runtime.verify_tree import TreeVerdict, verify_tree, verify_tree_by_argmax
+
+
+def judge_tree(
+    logits_BTV: Tensor,
+    proposal: Proposal,
+    batch: Batch,
+    uniform_PBT: Optional[Tensor],
+    draft_vocab_ids_N: Optional[Tensor],
+) -> TreeVerdict:
+    """logits_BTV: raw, any dtype; position i + 1 follows node i."""
+    tree, sampling = proposal.tree, batch.sampling
+    assert tree is not None
+    if sampling.changes_logits or not sampling.all_greedy:
+        logits_BTV = sampling.adjust(
+            logits_BTV,
+            num_generated_B=batch.num_generated(),
+            proposed_BG=proposal.ids_BG,
+            first_offset=0,
+            layout=layout_of(tree, tuple(range(tree.num_nodes + 1)), logits_BTV.device),
+        )
+    draft = {"draft_ids_BN": proposal.ids_BG, "max_depth_B": proposal.num_proposed_B}
+    if sampling.all_greedy:
+        return verify_tree_by_argmax(tree, **draft, target_ids_BT=logits_BTV.argmax(dim=2))
+    assert uniform_PBT is not None
+    return verify_tree(
+        tree,
+        **draft,
+        target_probs_BTV=sampling.warp(logits_BTV),
+        draft_probs_BIC=proposal.probs_BGN,
+        draft_vocab_ids_C=draft_vocab_ids_N,
+        accept_uniform_BN=node_noise(uniform_PBT, ACCEPT, tree),
+        next_uniform_BE=uniform_PBT[NEXT, :, : tree.depth + 1],
+    )

@@ -1,0 +1,39 @@
+"""The target's forward over what was proposed, and what is left of it in the caches.
+
+Shape legend: B rows, G proposals (a chain, or the nodes of a tree), T = G + 1, D depth of a tree, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from specdec_runtime.batch import Batch
+from specdec_runtime.forward import ModelRunner
+from specdec_runtime.layout import layout_of
+from specdec_runtime.proposal import Proposal
+
+
+def block_logits(target: ModelRunner, batch: Batch, proposal: Optional[Proposal], *, width: int) -> Tensor:
+    """Logits [B, T, V] after the last committed token and each proposal; the block is padded to `width` tokens per row."""
+    last_B1 = batch.column([row.token_ids[-1] for row in batch.rows])[:, None]
+    parts = [last_B1] if proposal is None else [last_B1, proposal.ids_BG]
+    num_used = 1 if proposal is None else 1 + proposal.ids_BG.shape[1]
+    parts.append(last_B1.expand(-1, width - num_used))
+    starts = [len(row.token_ids) - 1 for row in batch.rows]
+    layout = None
+    if proposal is not None and proposal.tree is not None:
+        layout = layout_of(proposal.tree, tuple(range(num_used)), target.device)
+    logits = target.step(
+        torch.cat(parts, dim=1), batch.column(starts), num_cached=max(starts) + width, layout=layout
+    )
+    return logits[:, :num_used]
+
+
+def keep_path(runners: Sequence[ModelRunner], batch: Batch, path_BD: Tensor) -> None:
+    """Moves the keys and values of accepted nodes to where committed tokens have theirs; before the rows commit them."""
+    roots_B = batch.column([len(row.token_ids) - 1 for row in batch.rows])
+    for runner in runners:
+        assert runner.cache is not None
+        runner.cache.keep_path(roots_B, path_BD)
