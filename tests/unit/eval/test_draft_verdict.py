@@ -76,7 +76,7 @@ def test_the_bench_confirms_the_verdict_on_random_weights(
     shapes = {
         "target": Shape("llama", 4096, 512, 2048, 12, 8, 4, True),
         "fast": Shape("llama", 4096, 64, 128, 1, 2, 1, True),
-        "middling": Shape("llama", 4096, 256, 1024, 2, 4, 2, True),
+        "middling": Shape("llama", 4096, 256, 1024, 3, 4, 2, True),
         "slow": Shape("llama", 4096, 512, 2048, 10, 8, 4, True),
     }
     for name, shape in shapes.items():
