@@ -18,6 +18,7 @@ def tokens(target, draft, prompts, **config):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # compiling takes 100 s on an idle core
 def test_compiled_steps(target, near_draft, prompts):
     assert tokens(target, near_draft, prompts, compile=True) == tokens(target, None, prompts)
 
