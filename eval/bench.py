@@ -14,6 +14,7 @@ from eval.bench_check import TokenChecker
 from eval.bench_conditions import NGRAM, NO_DRAFT, BackendFactory, conditions_at
 from eval.bench_measure import Measurement, measure
 from eval.bench_rows import Row, bench_row, strongest_baseline
+from eval.bench_text import add_acceptance_from_text
 from eval.config import BenchConfig
 from eval.teacher_forcing import Draft
 from specdec_runtime.config import DecoderConfig
@@ -78,10 +79,14 @@ def run_bench(
         )
         baseline = strongest_baseline(measurements)
         checker = TokenChecker(factory, prompts, config, measurements)
+        rows: list[Row] = []
         for measurement in measurements:
             row = bench_row(measurement, baseline, num_bootstrap=config.num_bootstrap, seed=config.seed)
             if factory.is_synthetic(measurement.condition):
                 row["synthetic_acceptance"] = factory.runtime.synthetic_acceptance
-            result.rows.append({**row, **checker.check(measurement)})
+            rows.append({**row, **checker.check(measurement)})
+        if factory.runtime.acceptance != "synthetic":
+            add_acceptance_from_text(rows, measurements, target, drafts, prompts, sampler=factory.runtime.sampler)
+        result.rows.extend(rows)
         result.measurements.extend(measurements)
     return result

@@ -4,7 +4,8 @@
 
 with tau worked out from held-out text (`eval.rounds`) and the times of the preflight, which was taken before any
 training. Where it is more than `TOLERANCE` off, the reason is the part that moved the ratio most: tokens per round, the
-plain step, the draft's steps, the verification, the overhead, or what lies outside rounds.
+plain step, the draft's steps, the verification, the overhead, or what lies outside rounds. The same with tau worked out
+from plain decoding's answers to the bench's own prompts (`eval.bench_text`) leaves out what those prompts differ in.
 """
 
 import math
@@ -37,8 +38,9 @@ def prediction_rows(
         rounds: `rounds` of `acceptance.json`. bench: rows of `bench.json`. sampler: the one that was benchmarked.
 
     Returns:
-        {draft, temperature, gamma, predicted, measured, low, high, error, within, reason}: `error` is
-        predicted / measured - 1, `within` whether it is at most 10% off, `reason` None where it is.
+        {draft, temperature, gamma, predicted, measured, low, high, error, within, reason, predicted_on_same_text,
+        error_on_same_text}: `error` is predicted / measured - 1, `within` whether it is at most 10% off, `reason` None
+        where it is; the last two are None where the bench has no acceptance from its text.
     """
     entries = {(r["draft"], r["temperature"]): r for r in rounds if r["sampler"] == sampler and r["warper"] == "none"}
     plain = {r["temperature"]: r for r in bench if r["draft"] == "none" and r["backend"] == "native" and r["batch"] == 1}
@@ -56,14 +58,10 @@ def prediction_rows(
 
 def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Row:
     gamma, measured = int(row["gamma"]), float(row["walltime_speedup"])
-    predicted = predicted_speedup(
-        tau=tau,
-        gamma=gamma,
-        draft_ms=times.mean_draft_ms(gamma),
-        target_ms=times.target_ms[0],
-        verify_ms=times.verify_ms(gamma),
-        overhead_ms=times.overhead_ms,
-    )
+    predicted = _predicted(times, tau, gamma)
+    on_same_text = None
+    if "acceptance_from_text" in row:
+        on_same_text = _predicted(times, 1 + sum(row["acceptance_from_text"]), gamma)
     error = predicted / measured - 1
     within = abs(error) <= TOLERANCE
     return {
@@ -73,7 +71,20 @@ def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mappin
         "error": error,
         "within": within,
         "reason": None if within else _reason(times, tau, row, plain),
+        "predicted_on_same_text": on_same_text,
+        "error_on_same_text": None if on_same_text is None else on_same_text / measured - 1,
     }
+
+
+def _predicted(times: StepTimes, tau: float, gamma: int) -> float:
+    return predicted_speedup(
+        tau=tau,
+        gamma=gamma,
+        draft_ms=times.mean_draft_ms(gamma),
+        target_ms=times.target_ms[0],
+        verify_ms=times.verify_ms(gamma),
+        overhead_ms=times.overhead_ms,
+    )
 
 
 def _reason(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> str:

@@ -218,7 +218,7 @@ def show(table: list[dict[str, Any]]) -> None:
             ratio = row[f"{column}_ratio"]
             text = "" if ratio is None else f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
             cells += [f"{row[column]:.{digits}f}", text]
-        view.add_row(*cells, f"{row['last_loss']:.3f}")
+        view.add_row(*cells, f"{row['first_loss']:.3f}")
     Console(width=150).print(view)
 
 
@@ -266,12 +266,12 @@ def main(argv: list[str]) -> int:
                     runs.append(child(arguments, variant, embeddings, draft, Path(scratch) / "run"))
                     print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     table = [row for kind in kinds for row in summarise(runs, kind)]
-    show(table)
     machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
                "versions": {name: version(name) for name in ("torch", "transformers", "trl")}}  # fmt: skip
     settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("variant", "draft", "scratch", "rows")}
     report = {"settings": settings, "machine": machine, "goals": GOALS, "summary": table, "runs": runs}
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    show(table)
     return 0
 
 

@@ -53,6 +53,19 @@ def test_every_condition_has_one_row_with_the_reports_keys(result: BenchResult) 
     json.dumps(result.rows)
 
 
+def test_acceptance_from_plain_text_is_what_greedy_speculation_then_shows(result: BenchResult) -> None:
+    drafted = [row for row in rows_where(result, backend="native", temperature=0.0) if row["draft"] != "none"]
+    assert len(drafted) == 2 * 3
+    for row in drafted:
+        assert row["acceptance_from_text"] == pytest.approx(row["acceptance_by_position"])
+    assert 0 < rows_where(result, backend="native", temperature=1.0, draft="undistilled")[0]["acceptance_from_text"][0] < 1
+
+
+def test_only_native_drafts_of_fixed_gamma_have_acceptance_from_text(result: BenchResult) -> None:
+    for row in result.rows:
+        assert ("acceptance_from_text" in row) == (row["backend"] == "native" and row["draft"] != "none")
+
+
 def test_plain_decoding_commits_one_token_per_forward_and_the_target_as_draft_gamma_plus_one(
     result: BenchResult,
 ) -> None:

@@ -72,6 +72,16 @@ def test_the_part_that_moved_is_named(changes: dict[str, Any], plain_changes: di
     assert reason in row["reason"]
 
 
+def test_easier_prompts_explain_an_error_that_their_own_text_does_not_have() -> None:
+    easy = {"acceptance_by_position": [0.9, 0.6], "walltime_speedup": 2.5 * 40 / 56}
+    (row,) = rows_of(plain(), drafted(2, **easy, acceptance_from_text=[0.9, 0.6]))
+    assert not row["within"] and "tokens per round: 1.90 on held-out text, 2.50 in the bench" in row["reason"]
+    assert row["predicted_on_same_text"] == pytest.approx(2.5 * 40 / 56)
+    assert row["error_on_same_text"] == pytest.approx(0.0)
+    (without,) = rows_of(plain(), drafted(2))
+    assert without["predicted_on_same_text"] is None and without["error_on_same_text"] is None
+
+
 def test_a_stronger_baseline_of_another_backend_is_named() -> None:
     (row,) = rows_of(plain(walltime_speedup=0.7), drafted(2, walltime_speedup=0.7 * 1.9 * 40 / 56, baseline="hf_generate"))
     assert "hf_generate" in row["reason"] and "0.70" in row["reason"]

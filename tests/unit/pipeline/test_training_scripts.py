@@ -77,7 +77,7 @@ def test_both_sides_train_on_the_same_tokens_with_the_same_loss(folders: dict[st
     assert all(row["tokens_per_second"] > 0 and row["peak_mib"] > 100 for row in figures.values())
 
 
-def test_ratios_are_paired(folders: dict[str, Path]) -> None:
+def test_ratios_are_paired_and_shown(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("compare_trl")
     runs = [
         {"variant": name, "embeddings": "frozen", "tokens_per_second": speed, "peak_mib": mib, "imports_mib": 100.0, "first_loss": 1.0}
@@ -92,6 +92,8 @@ def test_ratios_are_paired(folders: dict[str, Path]) -> None:
     assert table["online"]["tokens_per_second_ratio"]["value"] == pytest.approx((2 + 1.5) / 2)
     assert table["cached"]["training_mib_ratio"]["value"] == pytest.approx(0.5)
     assert script.summarise(runs, "trained") == []
+    script.show(list(table.values()))
+    assert "3.00 (2.00 to 4.00)" in capsys.readouterr().out
 
 
 def test_a_missing_corpus_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
