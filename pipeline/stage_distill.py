@@ -1,9 +1,14 @@
 """The distill stage: a draft with the target's tokenizer, trained on the target's text."""
 
+import gc
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 from distill.draft_init import frequent_token_ids
 from eval.held_out import HeldOutAcceptance
@@ -11,10 +16,10 @@ from pipeline.context import StageContext
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
-from pipeline.models import load_causal_lm, load_tokenizer
+from pipeline.models import load_tokenizer
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
-from pipeline.training_phases import ON_POLICY, REFERENCE, phase_figures, train_in_phases
+from pipeline.training_phases import ON_POLICY, REFERENCE, load_target, phase_figures, train_in_phases
 
 
 def run_distill(context: StageContext) -> dict[str, object]:
@@ -22,13 +27,12 @@ def run_distill(context: StageContext) -> dict[str, object]:
     finished = context.work_dir / "train.json"
     if finished.is_file():  # killed while it cleaned up
         return _figures_of(json.loads(finished.read_text(encoding="utf-8")))
-    config, parts = context.config, corpus_parts(context)
-    target = load_causal_lm(context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code)
-    vocab_ids = shortlist(context, parts)
-    acceptance_of = HeldOutAcceptance(target, parts.validation, temperatures=share_temperatures(config.corpus), vocab_ids=vocab_ids)
-    draft, init = obtain_initial_draft(context, target, parts.train, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
+    parts = corpus_parts(context)
+    start = _prepare(context, parts)
+    _free_memory()
     trained = train_in_phases(
-        context, draft, parts.train, target=target, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
+        context, start.draft, parts.train, target=start.live_target, vocab_ids=start.vocab_ids, acceptance_of=start.acceptance_of
+    )
     _replace_folder(trained.best_dir, context.work_dir / "draft")
     log_training_curve(context.tracker, trained.offline.curve)
     record = {
@@ -37,14 +41,41 @@ def run_distill(context: StageContext) -> dict[str, object]:
         "tokens_per_second": trained.offline.num_supervised_tokens / max(trained.offline.seconds, 1e-9),
         "num_train_rows": len(parts.train),
         "num_validation_rows": len(parts.validation),
-        "vocab_shortlist": vocab_ids,
-        "has_own_head": config.draft.has_own_head,
-        "initial_draft": init,
+        "vocab_shortlist": start.vocab_ids,
+        "has_own_head": context.config.draft.has_own_head,
+        "initial_draft": start.init,
     }
     write_json(finished, record)
     for leftover in ("checkpoints", CANDIDATES, REFERENCE, ON_POLICY, *(path.name for path in context.work_dir.glob("best-*"))):
         shutil.rmtree(context.work_dir / leftover, ignore_errors=True)
     return _figures_of(record)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What training begins with. `live_target`: only where the loss asks the target itself."""
+
+    draft: PreTrainedModel
+    init: dict[str, Any]
+    vocab_ids: list[int] | None
+    acceptance_of: HeldOutAcceptance
+    live_target: PreTrainedModel | None
+
+
+def _prepare(context: StageContext, parts: CorpusParts) -> _Start:
+    """All that the target itself is needed for before training. It is not kept, but for its head, in `acceptance_of`."""
+    config, target = context.config, load_target(context)
+    vocab_ids = shortlist(context, parts)
+    acceptance_of = HeldOutAcceptance(target, parts.validation, temperatures=share_temperatures(config.corpus), vocab_ids=vocab_ids)
+    draft, init = obtain_initial_draft(context, target, parts.train, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
+    return _Start(draft, init, vocab_ids, acceptance_of, target if config.loss.teacher == "online" else None)
+
+
+def _free_memory() -> None:
+    """Models are in reference cycles, which wait for the collector; CUDA keeps freed memory until it is told not to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _figures_of(record: dict[str, Any]) -> dict[str, object]:

@@ -35,33 +35,43 @@ def train_in_phases(
     draft: PreTrainedModel,
     rows: Dataset,
     *,
-    target: PreTrainedModel,
+    target: PreTrainedModel | None,
     vocab_ids: list[int] | None,
     acceptance_of: Callable[[PreTrainedModel], float],
 ) -> Trained:
-    """Train `draft` in place on `rows`. A call that was killed goes on with the phase that it was in."""
+    """Train `draft` in place on `rows`. A call that was killed goes on with the phase that it was in.
+
+    `target` is for `loss.teacher=online`. Without it the offline phase has no target in memory, and the on-policy phase
+    loads one when its turn comes.
+    """
     config, train = context.config, context.config.train
     common: dict[str, Any] = {
         "loss": config.loss, "acceptance_of": acceptance_of, "vocab_ids": vocab_ids, "train_head": config.draft.has_own_head,
     }
-    live = target if config.loss.teacher == "online" else None
-    losses = _reference_losses(context, draft, rows, live, common) if train.token_selection.enabled else None
+    losses = _reference_losses(context, draft, rows, target, common) if train.token_selection.enabled else None
     offline = train_draft(
-        draft, rows, train=train, output_dir=context.work_dir, target=live, reference_losses=losses,
+        draft, rows, train=train, output_dir=context.work_dir, target=target, reference_losses=losses,
         on_metrics=context.tracker.log_metrics, **common,
     )
     record: dict[str, Any] = {**asdict(offline), "on_policy": None}
     if not train.on_policy.enabled:
         return Trained(offline.best_dir, offline, record)
     result = train_on_policy(
-        load_causal_lm(str(offline.best_dir), "float32"), rows, target=target, tokenizer=load_tokenizer(context.target.path),
-        train=train, output_dir=context.work_dir / ON_POLICY, on_metrics=context.tracker.log_metrics, **common,
+        load_causal_lm(str(offline.best_dir), "float32"), rows, target=load_target(context) if target is None else target,
+        tokenizer=load_tokenizer(context.target.path), train=train, output_dir=context.work_dir / ON_POLICY,
+        on_metrics=context.tracker.log_metrics, **common,
     )
     record["on_policy"] = {name: value for name, value in asdict(result).items() if name != "best_dir"}
     record["seconds"] = offline.seconds + result.seconds
     record["num_supervised_tokens"] = offline.num_supervised_tokens + result.num_supervised_tokens
     record["best_acceptance"] = max(result.offline_acceptance, result.on_policy_acceptance)
     return Trained(result.best_dir or offline.best_dir, offline, record)
+
+
+def load_target(context: StageContext) -> PreTrainedModel:
+    """The target, as the configuration has it."""
+    settings = context.config.target
+    return load_causal_lm(context.target.path, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def phase_figures(record: dict[str, Any]) -> dict[str, float | bool]:
