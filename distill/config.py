@@ -1,11 +1,13 @@
 """Settings of the draft and of its training; they are also the Hydra groups `draft`, `loss` and `train`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 LOSS_NAMES = ("forward_kl", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid", "cross_entropy")
 INITS = ("layers", "chosen", "width", "pretrained", "random")
 LAYER_PATTERNS = ("even", "first", "ends")
+#: As `draft.vocab_shortlist`: the size is chosen by predicted speedup, once there is a corpus.
+AUTO = "auto"
 
 
 @dataclass
@@ -13,6 +15,7 @@ class DraftConfig:
     """Where the draft comes from (`init`, of `INITS`); `path` always means a pretrained one.
 
     `keep_layers` wins over `num_layers` and `layer_pattern`. The sizes are for `width` and `random`, None being the target's.
+    `vocab_shortlist` is a number of ids, `AUTO`, or None for the whole head; `expected_acceptance` is read with `AUTO` alone.
     """
 
     init: str = "layers"
@@ -25,7 +28,8 @@ class DraftConfig:
     hidden_size: Optional[int] = None
     intermediate_size: Optional[int] = None
     num_key_value_heads: Optional[int] = None
-    vocab_shortlist: Optional[int] = None
+    vocab_shortlist: Optional[Union[int, str]] = None
+    expected_acceptance: float = 0.4
     train_head: Optional[bool] = None
 
     def __post_init__(self) -> None:
@@ -39,8 +43,13 @@ class DraftConfig:
             raise ValueError(f"draft.num_layers={self.num_layers}: a draft needs at least one layer")
         if self.keep_layers is not None and len(self.keep_layers) == 0:
             raise ValueError("draft.keep_layers=[]: name at least one layer, or leave it null for evenly spaced ones")
-        if self.vocab_shortlist is not None and self.vocab_shortlist < 1:
-            raise ValueError(f"draft.vocab_shortlist={self.vocab_shortlist}: must be positive, or null for the full head")
+        is_word = isinstance(self.vocab_shortlist, str) and self.vocab_shortlist != AUTO
+        if is_word or (self.shortlist_size is not None and self.shortlist_size < 1):
+            raise ValueError(
+                f"draft.vocab_shortlist={self.vocab_shortlist!r}: must be a positive number, null for the full head, or {AUTO}"
+            )
+        if not 0.0 < self.expected_acceptance <= 1.0:
+            raise ValueError(f"draft.expected_acceptance={self.expected_acceptance}: must be above 0 and at most 1")
 
     def _check_init(self) -> None:
         """Settings of another kind of draft than the one that is asked for would silently do nothing."""
@@ -63,6 +72,11 @@ class DraftConfig:
         """The widths, by their names in a model's config."""
         names = ("hidden_size", "intermediate_size", "num_key_value_heads")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def shortlist_size(self) -> Optional[int]:
+        """The number of ids that is set; None for the whole head, and for `AUTO`, where it is not chosen yet."""
+        return self.vocab_shortlist if isinstance(self.vocab_shortlist, int) else None
 
     @property
     def has_own_head(self) -> bool:

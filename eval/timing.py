@@ -6,7 +6,7 @@ own (static slots, its attention, its head), so that the figures are those of se
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,12 +31,41 @@ def measure_step_times(
     max_seconds: float = 60.0,
     runtime: DecoderConfig | None = None,
 ) -> StepTimes:
-    """Medians of T(1..max_gamma+1), of the draft's steps and of a round's overhead.
+    """Medians of T(1..max_gamma+1), of the draft's steps and of a round's overhead; arguments as of `measure_head_times`."""
+    [times] = measure_head_times(
+        target,
+        draft,
+        [draft_vocab_ids],
+        max_gamma=max_gamma,
+        context_tokens=context_tokens,
+        batch_size=batch_size,
+        num_repeats=num_repeats,
+        max_seconds=max_seconds,
+        runtime=runtime,
+    )
+    return times
+
+
+def measure_head_times(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    heads: Sequence[Tensor | None],
+    *,
+    max_gamma: int,
+    context_tokens: int = 256,
+    batch_size: int = 1,
+    num_repeats: int = 15,
+    max_seconds: float = 60.0,
+    runtime: DecoderConfig | None = None,
+) -> list[StepTimes]:
+    """The step times of one draft with each of several heads; they differ in the draft's times alone.
 
     Every repeat runs each width once, forwards and backwards in turn, so that a slow moment of the machine
     falls on all of them. Both models stay in the dtype and on the device that they are on.
 
     Args:
+        heads: the ids that the draft's head is trimmed to, None for the whole head. The overhead of a round is measured
+            with the last one.
         context_tokens: tokens already cached per row. batch_size: rows per forward.
         num_repeats: at most this many, fewer when `max_seconds` is over.
         runtime: how the engine will run its steps (compiled, as CUDA graphs); gamma and batch are set here.
@@ -56,17 +85,19 @@ def measure_step_times(
     target_steps = _steps(
         ModelRunner(target, "target", options), range(1, max_gamma + 2), context_tokens, batch_size
     )
-    trimmed = draft if draft_vocab_ids is None else with_trimmed_head(draft, draft_vocab_ids)
-    draft_steps = _steps(ModelRunner(trimmed, "draft", options), (1, 2), context_tokens, batch_size)
+    draft_steps: list[Callable[[], None]] = []
+    for vocab_ids in heads:
+        trimmed = draft if vocab_ids is None else with_trimmed_head(draft, vocab_ids)
+        draft_steps += _steps(ModelRunner(trimmed, "draft", options), (1, 2), context_tokens, batch_size)
     medians = _alternated_medians([*target_steps, *draft_steps], target.device, num_repeats, max_seconds)
-    return StepTimes(
-        target_ms=tuple(medians[: max_gamma + 1]),
-        draft_ms=medians[-2],
-        draft_first_ms=medians[-1],
-        overhead_ms=measure_overhead_ms(
-            target, draft, draft_vocab_ids=draft_vocab_ids, batch_size=batch_size, runtime=runtime
-        ),
+    target_ms, draft_ms = tuple(medians[: max_gamma + 1]), medians[max_gamma + 1 :]
+    overhead_ms = measure_overhead_ms(
+        target, draft, draft_vocab_ids=heads[-1], batch_size=batch_size, runtime=runtime
     )
+    return [
+        StepTimes(target_ms=target_ms, draft_ms=one, draft_first_ms=first, overhead_ms=overhead_ms)
+        for one, first in zip(draft_ms[::2], draft_ms[1::2], strict=True)
+    ]
 
 
 def measure_overhead_ms(

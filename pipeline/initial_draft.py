@@ -22,6 +22,7 @@ from distill.draft_init import (
 from distill.train import AcceptanceOf, train_draft
 from pipeline.context import StageContext
 from pipeline.models import load_causal_lm, obtain_model
+from pipeline.schema import Config
 from pipeline.store import write_json
 
 #: Tokens of training rows from which `width` learns what to keep: its largest matrix has hidden size ** 2 entries.
@@ -53,6 +54,16 @@ def obtain_initial_draft(
         shutil.rmtree(context.work_dir / CANDIDATES, ignore_errors=True)
     draft = load_causal_lm(str(folder), "float32", context.config.target.trust_remote_code, field="draft")
     return draft, json.loads(record.read_text(encoding="utf-8"))
+
+
+def candidate_draft(config: Config, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft as it will be before training, in the target's dtype and on its device."""
+    if config.draft.path is not None:
+        folder = obtain_model(config.draft.path, field="draft.path")
+        return load_causal_lm(
+            str(folder), config.target.dtype, config.target.trust_remote_code, field="draft.path"
+        )
+    return draft_of_shape(config.draft, target)
 
 
 def draft_of_shape(settings: DraftConfig, target: PreTrainedModel) -> PreTrainedModel:

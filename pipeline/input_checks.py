@@ -65,7 +65,7 @@ def check_target(config: Config, target: ModelRef) -> None:
     check_prompts(config, tokenizer)
     compat.raise_on_errors(check_weight_files(Path(target.path), who="target", check_values=False))
     _check_lengths(config, target_config, who="target")
-    _check_shortlist(config.draft.vocab_shortlist, target_config, tokenizer)
+    _check_shortlist(config.draft.shortlist_size, target_config, tokenizer)
     if config.draft.path is None:
         check_draft_settings(config.draft, config.train, target_config)
         return

@@ -8,16 +8,18 @@ from rich.table import Table
 
 from eval.prediction import TOLERANCE, prediction_rows, times_of_verdict
 from pipeline.report import read_result
+from pipeline.shortlist import times_of_chosen_head
 
 Row = dict[str, Any]
 
 
 def read_prediction(inputs: Mapping[str, Path], *, sampler: str) -> list[Row]:
-    """Rows as of `eval.prediction.prediction_rows`, from the folders of preflight, eval and bench; [] without preflight."""
+    """Rows as of `eval.prediction.prediction_rows`, from the folders of preflight, distill, eval and bench; [] without preflight."""
     if "preflight" not in inputs:
         return []
+    times = times_of_verdict(read_result(inputs["preflight"], "verdict.json"))
     return prediction_rows(
-        times_of_verdict(read_result(inputs["preflight"], "verdict.json")),
+        times_of_chosen_head(times, inputs["distill"]),
         read_result(inputs["eval"], "acceptance.json").get("rounds", []),
         read_result(inputs["bench"], "bench.json")["bench"],
         sampler=sampler,

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from distill.config import AUTO
 from eval.theory import StepTimes
 from eval.timing import measure_step_times
 from pipeline import compat
 from pipeline.compat import WARNING, Finding
 from pipeline.context import StageContext
 from pipeline.estimates import disk_gib, measure_rates, memory_gib, minutes, num_parameters, weight_bytes
-from pipeline.initial_draft import draft_of_shape
+from pipeline.initial_draft import candidate_draft, draft_of_shape
 from pipeline.input_checks import check_inputs
 from pipeline.models import load_causal_lm, obtain_model
 from pipeline.pair import check_start_draft
@@ -30,6 +31,10 @@ __all__ = ["check_inputs", "run_preflight"]
 
 MAX_TIMING_SECONDS = 24.0
 MAX_INVERSION = 1.25
+WHOLE_HEAD_TIMED = (
+    f"draft.vocab_shortlist={AUTO}: there is no corpus yet to choose from, so the draft was timed with its whole head; the "
+    "distill stage chooses a size and times it, and its draft step will be this or cheaper"
+)
 
 
 def run_preflight(context: StageContext) -> dict[str, object]:
@@ -62,6 +67,8 @@ def run_preflight(context: StageContext) -> dict[str, object]:
             },
         },
     )
+    if config.draft.vocab_shortlist == AUTO:
+        Console(highlight=False).print(WHOLE_HEAD_TIMED, soft_wrap=True)
     _show(verdict, findings, memory | {f"{name} (disk)": size for name, size in disk.items()}, estimates)
     break_even = [value for value in verdict["break_even_acceptance"].values() if value is not None]
     return {
@@ -72,24 +79,14 @@ def run_preflight(context: StageContext) -> dict[str, object]:
     }
 
 
-def candidate_draft(config: Config, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft as it will be before training, in the target's dtype and on its device."""
-    if config.draft.path is not None:
-        folder = obtain_model(config.draft.path, field="draft.path")
-        return load_causal_lm(
-            str(folder), config.target.dtype, config.target.trust_remote_code, field="draft.path"
-        )
-    return draft_of_shape(config.draft, target)
-
-
 def time_pair(
     config: Config, target: PreTrainedModel, draft: PreTrainedModel, *, max_gamma: int, max_seconds: float
 ) -> StepTimes:
-    """T(1..gamma+1) and T_draft, the draft with its head trimmed to `draft.vocab_shortlist` rows.
+    """T(1..gamma+1) and T_draft, the draft with its head trimmed to `draft.vocab_shortlist` rows; whole with `auto`.
 
     Which rows is unknown before the corpus is written, and costs the same.
     """
-    num_ids = config.draft.vocab_shortlist
+    num_ids = config.draft.shortlist_size
     return measure_step_times(
         target,
         draft,

@@ -156,7 +156,7 @@ class _Run:
             stage=stage.name,
             stage_version=stage.version,
             fingerprint=self.fingerprints[stage.name],
-            config=config_subtree(self.values, stage.config_keys),
+            config=config_subtree(self.values, stage.keys_read(self.values)),
             inputs={name: self.fingerprints[name] for name in stage.upstream}
             | {f"{k} revision": v for k, v in self.revisions.items()},
             figures=figures,

@@ -8,6 +8,7 @@ from typing import Any
 
 from eval.theory import StepTimes, expected_tokens_from_positions, predicted_speedup
 from pipeline.report import read_result
+from pipeline.shortlist import times_of_chosen_head
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def score_candidate(
         ValueError: temperature, sampler or gamma were not measured.
     """
     result = read_result(eval_folder, "acceptance.json")
+    times = times_of_chosen_head(times, distill_folder)
     rounds = _entry(result.get("rounds", []), temperature, sampler)
     rate = _entry(result["acceptance_rate"], temperature, sampler)
     speedups: dict[int, float] = {}

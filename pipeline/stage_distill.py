@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from distill.draft_init import frequent_token_ids
 from eval.held_out import HeldOutAcceptance
 from pipeline.context import StageContext
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
-from pipeline.models import load_tokenizer
+from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
 from pipeline.training_phases import ON_POLICY, REFERENCE, load_target, phase_figures, train_in_phases
@@ -31,7 +30,7 @@ def run_distill(context: StageContext) -> dict[str, object]:
     start = _prepare(context, parts)
     _free_memory()
     trained = train_in_phases(
-        context, start.draft, parts.train, target=start.live_target, vocab_ids=start.vocab_ids, acceptance_of=start.acceptance_of
+        start.context, start.draft, parts.train, target=start.live_target, vocab_ids=start.vocab_ids, acceptance_of=start.acceptance_of
     )
     _replace_folder(trained.best_dir, context.work_dir / "draft")
     log_training_curve(context.tracker, trained.offline.curve)
@@ -42,7 +41,8 @@ def run_distill(context: StageContext) -> dict[str, object]:
         "num_train_rows": len(parts.train),
         "num_validation_rows": len(parts.validation),
         "vocab_shortlist": start.vocab_ids,
-        "has_own_head": context.config.draft.has_own_head,
+        "shortlist_choice": start.shortlist_choice,
+        "has_own_head": start.context.config.draft.has_own_head,
         "initial_draft": start.init,
     }
     write_json(finished, record)
@@ -53,22 +53,26 @@ def run_distill(context: StageContext) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Start:
-    """What training begins with. `live_target`: only where the loss asks the target itself."""
+    """What training begins with. `context`: with the chosen size of the head; `live_target`: only where the loss asks it."""
 
+    context: StageContext
     draft: PreTrainedModel
     init: dict[str, Any]
     vocab_ids: list[int] | None
+    shortlist_choice: dict[str, Any] | None
     acceptance_of: HeldOutAcceptance
     live_target: PreTrainedModel | None
 
 
 def _prepare(context: StageContext, parts: CorpusParts) -> _Start:
     """All that the target itself is needed for before training. It is not kept, but for its head, in `acceptance_of`."""
-    config, target = context.config, load_target(context)
-    vocab_ids = shortlist(context, parts)
+    target = load_target(context)
+    context, choice = with_chosen_shortlist(context, target, parts)
+    config, vocab_ids = context.config, shortlist(context, parts.train)
     acceptance_of = HeldOutAcceptance(target, parts.validation, temperatures=share_temperatures(config.corpus), vocab_ids=vocab_ids)
     draft, init = obtain_initial_draft(context, target, parts.train, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
-    return _Start(draft, init, vocab_ids, acceptance_of, target if config.loss.teacher == "online" else None)
+    live_target = target if config.loss.teacher == "online" else None
+    return _Start(context, draft, init, vocab_ids, choice, acceptance_of, live_target)
 
 
 def _free_memory() -> None:
@@ -83,16 +87,8 @@ def _figures_of(record: dict[str, Any]) -> dict[str, object]:
     names = ("num_steps", "num_supervised_tokens", "seconds", "tokens_per_second", "best_acceptance")
     init = record["initial_draft"]
     chosen = {name: init[name] for name in ("keep_layers", "candidate_acceptance") if "candidate_acceptance" in init}
-    return {name: record[name] for name in names} | phase_figures(record) | chosen
-
-
-def shortlist(context: StageContext, parts: CorpusParts) -> list[int] | None:
-    """The ids that the draft's head is trimmed to, ascending: the most frequent ones of the training rows."""
-    num_ids = context.config.draft.vocab_shortlist
-    if num_ids is None:
-        return None
-    tokenizer = load_tokenizer(context.target.path)
-    return frequent_token_ids(parts.train, num_ids, tokenizer.all_special_ids)
+    sizes = shortlist_figures(record.get("shortlist_choice"))
+    return {name: record[name] for name in names} | phase_figures(record) | chosen | sizes
 
 
 def _replace_folder(source: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from distill.config import AUTO
 from pipeline.context import StageContext
 from pipeline.corpus.mixture import sources_revision
 from pipeline.models import ModelRef, content_revision, obtain_model
@@ -13,6 +14,8 @@ from pipeline.schema import Config
 from pipeline.store import file_revision, fingerprint_of
 
 StageFunction = Callable[[StageContext], dict[str, object]]
+#: Whether something is switched on in a configuration, given as nested dicts.
+Switch = Callable[[dict[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Stage:
     """One step. `config_keys` are the settings it reads beyond those of its upstream stages: a change of one makes its work anew.
 
     `version` is raised when the code of the stage changes what it makes. `function` is `module:name`, imported when
-    the stage runs.
+    the stage runs. `optional_keys` are settings that it reads only where something is switched on.
     """
 
     name: str
@@ -28,6 +31,17 @@ class Stage:
     config_keys: tuple[str, ...]
     upstream: tuple[str, ...]
     function: str
+    optional_keys: tuple[tuple[Switch, tuple[str, ...]], ...] = ()
+
+    def keys_read(self, values: dict[str, Any]) -> tuple[str, ...]:
+        """`config_keys`, and the optional ones that this configuration adds: a setting that nobody reads changes nothing."""
+        added = (key for is_on, keys in self.optional_keys if is_on(values) for key in keys)
+        return (*self.config_keys, *added)
+
+
+def _chooses_shortlist(values: dict[str, Any]) -> bool:
+    is_auto: bool = values["draft"]["vocab_shortlist"] == AUTO
+    return is_auto
 
 
 #: Settings that the preflight estimates memory, disk and minutes from.
@@ -45,6 +59,14 @@ ESTIMATED_FROM = (
     "train.tokens_per_step",
     "train.gradient_accumulation_steps",
     "runtime.max_batch_size",
+)
+
+#: Settings that the distill stage chooses the size of the draft's head from.
+TIMED_HEADS_FROM = (
+    "draft.expected_acceptance",
+    "preflight.max_gamma",
+    "preflight.context_tokens",
+    "preflight.num_repeats",
 )
 
 STAGES = (
@@ -65,6 +87,7 @@ STAGES = (
         ("draft", "loss", "train", "corpus.held_out_fraction"),
         ("corpus",),
         "pipeline.stage_distill:run_distill",
+        ((_chooses_shortlist, TIMED_HEADS_FROM),),
     ),
     # How often the target accepts it, on text that was held out.
     Stage("eval", 2, ("eval",), ("corpus", "distill"), "pipeline.stage_eval:run_eval"),
@@ -100,8 +123,8 @@ NOT_IN_FINGERPRINT = frozenset(
         "preflight.min_free_disk_gib",
     }
 )
-#: Settings of a group that only later stages read, which name them one by one.
-NOT_IN_GROUP = frozenset({"corpus.held_out_fraction"})
+#: Settings of a group that not all of its readers read; those that do name them one by one.
+NOT_IN_GROUP = frozenset({"corpus.held_out_fraction", "draft.expected_acceptance"})
 
 
 def load_function(reference: str) -> StageFunction:
@@ -152,7 +175,7 @@ def stage_fingerprint(
         {
             "stage": stage.name,
             "version": stage.version,
-            "config": config_subtree(values, stage.config_keys),
+            "config": config_subtree(values, stage.keys_read(values)),
             "upstream": {name: upstream[name] for name in stage.upstream},
             "revisions": {group: revision for group, revision in revisions.items() if group in groups},
         }

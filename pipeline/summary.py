@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from distill.config import AUTO
 from pipeline.report import AcceptanceRow, BenchRow, Report, distilled_speedups, read_result, stage_minutes
 from pipeline.schema import Config
 from pipeline.tracker import Tracker
@@ -71,10 +72,18 @@ def summary_tags(config: Config, folders: Mapping[str, Path]) -> dict[str, str]:
     if shape_file is not None and shape_file.is_file():
         shape = json.loads(shape_file.read_text(encoding="utf-8"))
         shape = shape.get("text_config", shape)
-        ids = config.draft.vocab_shortlist
+        ids = _shortlist_size(config, folders["distill"])
         head = "whole vocabulary" if ids is None else f"{ids} ids"
         tags["draft"] = f"{shape.get('num_hidden_layers', '?')} layers x {shape.get('hidden_size', '?')}, {head}"
     return tags
+
+
+def _shortlist_size(config: Config, distill_folder: Path) -> int | None:
+    """The number of ids that is set, or that the distill stage chose."""
+    if config.draft.vocab_shortlist != AUTO:
+        return config.draft.shortlist_size
+    ids = read_result(distill_folder, "train.json")["vocab_shortlist"]
+    return None if ids is None else len(ids)
 
 
 def _weighted(weights: Mapping[str, float]) -> str:

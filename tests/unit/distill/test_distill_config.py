@@ -20,6 +20,8 @@ from distill.config import DraftConfig, LossConfig, OnPolicyConfig, TokenSelecti
         (lambda: TrainConfig(tokens_per_step=0), "train.tokens_per_step=0: must be at least 1"),
         (lambda: TrainConfig(autocast_dtype="float16"), "train.autocast_dtype='float16'"),
         (lambda: DraftConfig(vocab_shortlist=0), "draft.vocab_shortlist=0"),
+        (lambda: DraftConfig(vocab_shortlist="8192"), "draft.vocab_shortlist='8192': must be a positive number, .* or auto"),
+        (lambda: DraftConfig(expected_acceptance=0.0), "draft.expected_acceptance=0.0"),
         (lambda: TokenSelectionConfig(keep_fraction=0.0), "train.token_selection.keep_fraction=0.0"),
         (lambda: TokenSelectionConfig(reference_steps=0), "train.token_selection.reference_steps=0"),
         (lambda: OnPolicyConfig(max_steps=0), "train.on_policy.max_steps=0: must be > 0"),

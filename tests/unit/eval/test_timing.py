@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eval import timing
-from eval.timing import measure_step_times, model_of_shape
+from eval.timing import measure_head_times, measure_step_times, model_of_shape
 
 
 def test_medians_are_of_alternated_runs_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +52,20 @@ def test_every_width_and_the_draft_are_timed(make_model: Callable[..., PreTraine
     assert times.overhead_ms >= 0
     assert times.mean_draft_ms(1) == times.draft_first_ms
     assert times.mean_draft_ms(3) == pytest.approx((times.draft_first_ms + 2 * times.draft_ms) / 3)
+
+
+def test_heads_are_timed_beside_each_other(
+    make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One target, and for each head the draft's steps over one and two tokens, in the order of the heads."""
+    monkeypatch.setattr(timing, "_alternated_medians", lambda steps, *_: [float(i) for i in range(1, len(steps) + 1)])
+    monkeypatch.setattr(timing, "measure_overhead_ms", lambda *_, draft_vocab_ids, **__: 0.5 if draft_vocab_ids is None else 9.0)
+    heads = [torch.tensor([3, 5, 9]), None]
+    narrow, whole = measure_head_times(make_model(0), make_model(1, num_layers=1), heads, max_gamma=2, context_tokens=20)
+    assert narrow.target_ms == whole.target_ms == (1.0, 2.0, 3.0)
+    assert (narrow.draft_ms, narrow.draft_first_ms) == (4.0, 5.0)
+    assert (whole.draft_ms, whole.draft_first_ms) == (6.0, 7.0)
+    assert narrow.overhead_ms == whole.overhead_ms == 0.5
 
 
 @pytest.mark.parametrize("arguments", [{"max_gamma": 0}, {"max_gamma": 2, "context_tokens": 126}])

@@ -32,7 +32,8 @@ def config_for(tmp_path: Path, target: Path, **changes: Any) -> Config:
 
 
 def test_good_input_passes(tmp_path: Path, target: Path) -> None:
-    check_inputs(config_for(tmp_path, target, draft__vocab_shortlist=96, draft__keep_layers=[0, 2]))
+    for size in (96, "auto"):
+        check_inputs(config_for(tmp_path, target, draft__vocab_shortlist=size, draft__keep_layers=[0, 2]))
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,23 @@ def test_stage_times_the_head_that_is_trimmed(context: StageContext, monkeypatch
 
 
 @pytest.mark.usefixtures("steady")
+def test_a_head_that_is_chosen_later_is_timed_whole_and_said_to_be(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context.config.draft.vocab_shortlist = "auto"
+    heads = []
+
+    def fake(*args: Any, **kwargs: Any) -> StepTimes:
+        heads.append(kwargs["draft_vocab_ids"])
+        return StepTimes(draft_ms=1.0, target_ms=FLAT)
+
+    monkeypatch.setattr("pipeline.preflight.measure_step_times", fake)
+    assert run(context)["draft"]["vocab_shortlist"] == "auto"
+    assert heads == [None, None]
+    assert "the draft was timed with its whole head" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("steady")
 def test_findings_name_a_penalty_of_the_target(context: StageContext) -> None:
     """Soup 345: warpers are stated."""
     path = Path(context.target.path) / "generation_config.json"

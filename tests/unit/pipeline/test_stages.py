@@ -57,6 +57,29 @@ def test_a_setting_changes_just_the_stages_that_read_it(
     assert changed(before, after) == stages_changed
 
 
+@pytest.mark.parametrize(
+    ("override", "stages_changed"),
+    [
+        ("draft.expected_acceptance=0.7", {"distill", "eval", "bench", "export"}),
+        ("preflight.num_repeats=7", {"preflight", "distill", "eval", "bench", "export"}),
+    ],
+)
+def test_what_chooses_the_shortlist_counts_only_where_it_is_chosen(
+    make_config: Composer, override: str, stages_changed: set[str]
+) -> None:
+    auto = ("+experiment=tiny", "draft.vocab_shortlist=auto")
+    assert changed(fingerprints(make_config(*auto)), fingerprints(make_config(*auto, override))) == stages_changed
+    fixed = ("+experiment=tiny", "draft.vocab_shortlist=64")
+    assert "distill" not in changed(fingerprints(make_config(*fixed)), fingerprints(make_config(*fixed, override)))
+
+
+@pytest.mark.parametrize("value", ["null", "8192", "auto"])
+def test_a_shortlist_is_a_number_nothing_or_auto(make_config: Composer, value: str) -> None:
+    draft = make_config(f"draft.vocab_shortlist={value}").draft
+    assert draft.vocab_shortlist == {"null": None, "8192": 8192}.get(value, value)
+    assert draft.shortlist_size == (8192 if value == "8192" else None)
+
+
 def test_another_target_content_changes_every_stage_and_its_place_none(make_config: Composer) -> None:
     config = make_config("+experiment=tiny")
     assert changed(fingerprints(config), fingerprints(config, replace(TARGET, revision="def"))) == {
