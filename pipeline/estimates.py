@@ -22,14 +22,20 @@ TOKEN_BYTES = 4
 TRAINING_BYTES_PER_PARAMETER, CHECKPOINT_BYTES_PER_PARAMETER = 16, 12
 NUM_CHECKPOINTS = 2
 NUM_SAVED_DRAFTS = 3  # undistilled, best, exported
+#: Of a step's forward and backward; the backward costs twice the forward.
+FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class WorkRates:
-    """Measured speeds: corpus tokens per second over a whole batch, and seconds of one training step."""
+    """Measured speeds: corpus tokens per second over a whole batch, and seconds of one step of each phase of training.
+
+    `on_policy_step_s` is 0 where there is no such phase.
+    """
 
     corpus_tokens_per_second: float
     train_step_s: float
+    on_policy_step_s: float = 0.0
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -56,11 +62,19 @@ def memory_gib(config: Config, target: PreTrainedModel, draft: PreTrainedModel) 
         "draft_weights": weight_bytes(draft),
         "target_kv_cache": num_positions * kv_bytes_per_token(target.config, target.dtype.itemsize),
         "draft_kv_cache": num_positions * kv_bytes_per_token(draft.config, draft.dtype.itemsize),
-        "training": TRAINING_BYTES_PER_PARAMETER * num_parameters(draft) + weight_bytes(target),
+        "training": TRAINING_BYTES_PER_PARAMETER * num_parameters(draft) + _target_bytes_in_training(config, target),
     }
     return {name: round(size / GIB, 4) for name, size in sizes.items()} | {
         "available": round(psutil.virtual_memory().available / GIB, 2)
     }
+
+
+def _target_bytes_in_training(config: Config, target: PreTrainedModel) -> int:
+    """All of it where a phase asks it; with the cached teacher its head, which held-out acceptance is measured with."""
+    if config.loss.teacher == "online" or config.train.on_policy.enabled:
+        return weight_bytes(target)
+    head = target.get_output_embeddings().weight
+    return int(head.numel() * head.element_size())
 
 
 def num_parameters(model: PreTrainedModel) -> int:
@@ -92,43 +106,97 @@ def disk_gib(config: Config, draft_parameters: int, draft_weight_bytes: int) -> 
 
 
 def minutes(config: Config, rates: WorkRates) -> dict[str, float]:
-    """Minutes for the corpus (questions included where the target invents them) and for the training, at most."""
+    """Minutes for the corpus (questions included where the target invents them) and for all phases of the training, at most."""
     tokens = corpus_tokens(config)
     if any(source.prompts is None for source in sources_of(config.corpus)):
         tokens += num_rows(config) * config.corpus.max_question_tokens
     train = config.train
-    num_steps = (
-        train.num_epochs * corpus_tokens(config) / (train.tokens_per_step * train.gradient_accumulation_steps)
-    )
-    if train.max_steps is not None:
-        num_steps = min(num_steps, train.max_steps)
-    train_minutes = num_steps * train.gradient_accumulation_steps * rates.train_step_s / 60
-    if train.max_minutes is not None:
-        train_minutes = min(train_minutes, train.max_minutes)
+    offline = _offline_minutes(config, rates, max_steps=train.max_steps, max_minutes=train.max_minutes)
+    phases = offline + _selection_minutes(config, rates) + _on_policy_minutes(config, rates)
     return {
         "corpus": round(tokens / rates.corpus_tokens_per_second / 60, 2),
-        "distill": round(train_minutes, 2),
+        "distill": round(phases, 2),
     }
 
 
+def _offline_minutes(
+    config: Config, rates: WorkRates, *, max_steps: int | None, max_minutes: float | None
+) -> float:
+    """Until the first of steps, minutes and `train.num_epochs` is reached."""
+    train = config.train
+    num_steps = (
+        train.num_epochs * corpus_tokens(config) / (train.tokens_per_step * train.gradient_accumulation_steps)
+    )
+    if max_steps is not None:
+        num_steps = min(num_steps, max_steps)
+    needed = num_steps * train.gradient_accumulation_steps * rates.train_step_s / 60
+    return needed if max_minutes is None else min(needed, max_minutes)
+
+
+def _selection_minutes(config: Config, rates: WorkRates) -> float:
+    """Training the reference, and its losses: one forward over the whole corpus."""
+    selection = config.train.token_selection
+    if not selection.enabled:
+        return 0.0
+    reference = _offline_minutes(
+        config, rates, max_steps=selection.reference_steps, max_minutes=selection.reference_minutes
+    )
+    num_forwards = corpus_tokens(config) / config.train.tokens_per_step
+    return reference + num_forwards * FORWARD_SHARE * rates.train_step_s / 60
+
+
+def _on_policy_minutes(config: Config, rates: WorkRates) -> float:
+    """Until the first of its budgets is reached."""
+    phase = config.train.on_policy
+    budgets = [] if phase.max_minutes is None else [phase.max_minutes]
+    if phase.max_steps is not None:
+        budgets.append(phase.max_steps * rates.on_policy_step_s / 60)
+    return min(budgets, default=0.0)
+
+
 def measure_rates(config: Config, target: PreTrainedModel, draft: PreTrainedModel) -> WorkRates:
-    """A few decode steps of the target at the corpus's batch, and one forward and backward of the draft."""
+    """A few decode steps of the target at the corpus's batch, and one forward and backward of the draft.
+
+    With an on-policy phase also what one of its steps takes.
+    """
+    train_step_s = _train_step_s(draft, config.train.tokens_per_step)
     return WorkRates(
-        _corpus_tokens_per_second(target, config.corpus.batch_size),
-        _train_step_s(draft, config.train.tokens_per_step),
+        _decoded_tokens_per_second(target, config.corpus.batch_size),
+        train_step_s,
+        _on_policy_step_s(config, target, draft, train_step_s) if config.train.on_policy.enabled else 0.0,
     )
 
 
+def _on_policy_step_s(
+    config: Config, target: PreTrainedModel, draft: PreTrainedModel, train_step_s: float
+) -> float:
+    """The draft writes, the target reads it, the draft is trained on it: rows of full length, all written by the draft."""
+    train, corpus, phase = config.train, config.corpus, config.train.on_policy
+    row_tokens = min(train.max_sequence_tokens, corpus.max_prompt_tokens + corpus.max_new_tokens)
+    num_written = phase.rows_per_step * phase.max_new_tokens
+    writing_s = num_written / _decoded_tokens_per_second(draft, phase.rows_per_step)
+    reading_s = _forward_s(target, phase.rows_per_step, row_tokens, num_logits=min(phase.max_new_tokens, row_tokens))
+    return writing_s + reading_s + phase.rows_per_step * row_tokens / train.tokens_per_step * train_step_s
+
+
 @torch.no_grad()
-def _corpus_tokens_per_second(target: PreTrainedModel, batch_size: int) -> float:
-    ids_BL = torch.ones((batch_size, PROMPT_TOKENS), dtype=torch.long, device=target.device)
-    out = target(input_ids=ids_BL, use_cache=True, logits_to_keep=1)
+def _forward_s(model: PreTrainedModel, num_rows: int, num_tokens: int, *, num_logits: int) -> float:
+    ids_BL = torch.ones((num_rows, num_tokens), dtype=torch.long, device=model.device)
+    started = _now(model)
+    model(input_ids=ids_BL, use_cache=False, logits_to_keep=num_logits)
+    return _now(model) - started
+
+
+@torch.no_grad()
+def _decoded_tokens_per_second(model: PreTrainedModel, batch_size: int) -> float:
+    ids_BL = torch.ones((batch_size, PROMPT_TOKENS), dtype=torch.long, device=model.device)
+    out = model(input_ids=ids_BL, use_cache=True, logits_to_keep=1)
     seconds = []
     for _ in range(NUM_DECODE_STEPS):
         next_B1 = out.logits[:, -1:].argmax(dim=-1)
-        started = _now(target)
-        out = target(input_ids=next_B1, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-        seconds.append(_now(target) - started)
+        started = _now(model)
+        out = model(input_ids=next_B1, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+        seconds.append(_now(model) - started)
     return batch_size / min(seconds)
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from distill.config import AUTO
+from distill.config import AUTO, OnPolicyConfig, TokenSelectionConfig
 from pipeline.context import StageContext
 from pipeline.corpus.mixture import sources_revision
 from pipeline.models import ModelRef, content_revision, obtain_model
@@ -37,6 +37,19 @@ class Stage:
         """`config_keys`, and the optional ones that this configuration adds: a setting that nobody reads changes nothing."""
         added = (key for is_on, keys in self.optional_keys if is_on(values) for key in keys)
         return (*self.config_keys, *added)
+
+
+def _asks_live_target(values: dict[str, Any]) -> bool:
+    asks: bool = values["loss"]["teacher"] == "online"
+    return asks
+
+
+def _selects_tokens(values: dict[str, Any]) -> bool:
+    return TokenSelectionConfig(**values["train"]["token_selection"]).enabled
+
+
+def _has_on_policy_phase(values: dict[str, Any]) -> bool:
+    return OnPolicyConfig(**values["train"]["on_policy"]).enabled
 
 
 def _chooses_shortlist(values: dict[str, Any]) -> bool:
@@ -77,6 +90,11 @@ STAGES = (
         ("target", "draft", "preflight", *ESTIMATED_FROM),
         (),
         "pipeline.preflight:run_preflight",
+        (
+            (_asks_live_target, ("loss.teacher",)),
+            (_selects_tokens, ("train.token_selection",)),
+            (_has_on_policy_phase, ("train.on_policy", "train.max_sequence_tokens")),
+        ),
     ),
     # Text that the target wrote, with its own log-probabilities.
     Stage("corpus", 2, ("target", "corpus"), (), "pipeline.corpus.stage:run_corpus"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from distill.config import OnPolicyConfig, TokenSelectionConfig
 from eval.theory import StepTimes
 from pipeline import estimates
 from pipeline.context import StageContext
@@ -107,6 +108,63 @@ def test_minutes_follow_the_budgets() -> None:
     assert estimates.minutes(config, rates)["distill"] == 0.5
     config.corpus.prompts, config.corpus.max_question_tokens = None, 50
     assert estimates.minutes(config, rates)["corpus"] == 1.5
+
+
+def test_minutes_of_the_phases_add_up() -> None:
+    """120 offline steps of half a second; the reference's budget and a third of a step's time per 500 tokens; on-policy."""
+    config = Config(corpus=CorpusConfig(num_prompts=600, max_new_tokens=100, prompts="x.jsonl"))
+    config.train.num_epochs, config.train.tokens_per_step = 1.0, 500
+    rates = estimates.WorkRates(corpus_tokens_per_second=1000.0, train_step_s=0.5, on_policy_step_s=3.0)
+    assert estimates.minutes(config, rates)["distill"] == 1.0
+    config.train.token_selection = TokenSelectionConfig(keep_fraction=0.5, reference_steps=60)
+    assert estimates.minutes(config, rates)["distill"] == pytest.approx(1.0 + 0.5 + 1 / 3, abs=0.006)
+    config.train.token_selection = TokenSelectionConfig(keep_fraction=0.5, reference_minutes=0.25)
+    assert estimates.minutes(config, rates)["distill"] == pytest.approx(1.0 + 0.25 + 1 / 3, abs=0.006)
+    config.train.token_selection = TokenSelectionConfig()
+    config.train.on_policy = OnPolicyConfig(max_steps=40)
+    assert estimates.minutes(config, rates)["distill"] == 1.0 + 2.0
+    config.train.on_policy = OnPolicyConfig(max_steps=40, max_minutes=1.5)
+    assert estimates.minutes(config, rates)["distill"] == 1.0 + 1.5
+    config.train.on_policy = OnPolicyConfig(max_minutes=4.0)
+    assert estimates.minutes(config, rates)["distill"] == 1.0 + 4.0
+
+
+def test_an_on_policy_step_is_writing_reading_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 rows of 10 new tokens at 20 a second; a forward of 4 x 48 tokens; 192 / 64 training steps of 0.5 s."""
+    target, draft = make_model(num_layers=3), make_model()
+    config = Config(corpus=CorpusConfig(max_prompt_tokens=32, max_new_tokens=16, batch_size=2))
+    config.train.tokens_per_step = 64
+    monkeypatch.setattr(estimates, "_train_step_s", lambda model, num_tokens: 0.5)
+    monkeypatch.setattr(estimates, "_decoded_tokens_per_second", lambda model, batch: {target: 100.0, draft: 5.0 * batch}[model])
+    seen = []
+
+    def forward_s(model: Any, *shape: int, num_logits: int) -> float:
+        seen.append((model, *shape, num_logits))
+        return 0.25
+
+    monkeypatch.setattr(estimates, "_forward_s", forward_s)
+    assert estimates.measure_rates(config, target, draft) == estimates.WorkRates(100.0, 0.5, 0.0)
+    config.train.on_policy = OnPolicyConfig(max_steps=1, rows_per_step=4, max_new_tokens=10)
+    assert estimates.measure_rates(config, target, draft).on_policy_step_s == pytest.approx(40 / 20 + 0.25 + 3 * 0.5)
+    assert seen == [(target, 4, 48, 10)]
+
+
+def test_every_rate_is_measured() -> None:
+    config = Config(corpus=CorpusConfig(max_prompt_tokens=8, max_new_tokens=8, batch_size=2))
+    config.train.on_policy = OnPolicyConfig(max_steps=1, rows_per_step=2, max_new_tokens=3)
+    rates = estimates.measure_rates(config, make_model(num_layers=3), make_model())
+    assert min(rates.corpus_tokens_per_second, rates.train_step_s, rates.on_policy_step_s) > 0
+
+
+def test_the_target_counts_for_training_only_where_it_is_asked() -> None:
+    target, draft, config = make_model(num_layers=3), make_model(), Config()
+    parts = {"cached": 96 * 32 * 4, "online": estimates.weight_bytes(target)}  # the head alone, or all of it
+    for teacher, target_bytes in parts.items():
+        config.loss.teacher = teacher
+        expected = (16 * estimates.num_parameters(draft) + target_bytes) / 2**30
+        assert estimates.memory_gib(config, target, draft)["training"] == pytest.approx(expected, abs=1e-4)
+    config.loss.teacher, config.train.on_policy = "cached", OnPolicyConfig(max_steps=1)
+    assert estimates._target_bytes_in_training(config, target) == parts["online"]
 
 
 @pytest.fixture

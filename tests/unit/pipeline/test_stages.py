@@ -73,6 +73,21 @@ def test_what_chooses_the_shortlist_counts_only_where_it_is_chosen(
     assert "distill" not in changed(fingerprints(make_config(*fixed)), fingerprints(make_config(*fixed, override)))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "loss.teacher=online",
+        "train.on_policy.max_steps=5",
+        "train.token_selection={keep_fraction: 0.5, reference_steps: 5}",
+    ],
+)
+def test_what_costs_time_or_memory_changes_the_estimates(make_config: Composer, override: str) -> None:
+    plain = fingerprints(make_config("+experiment=tiny"))
+    assert "preflight" in changed(plain, fingerprints(make_config("+experiment=tiny", override)))
+    off = ("train.on_policy.max_new_tokens=5", "train.max_sequence_tokens=99", "train.token_selection.reference_steps=5")
+    assert "preflight" not in changed(plain, fingerprints(make_config("+experiment=tiny", *off)))
+
+
 @pytest.mark.parametrize("value", ["null", "8192", "auto"])
 def test_a_shortlist_is_a_number_nothing_or_auto(make_config: Composer, value: str) -> None:
     draft = make_config(f"draft.vocab_shortlist={value}").draft
