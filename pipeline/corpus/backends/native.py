@@ -28,6 +28,7 @@ class NativeCorpusBackend:
     name = "native"
 
     def __init__(self, model: PreTrainedModel, *, batch_size: int, max_length: int) -> None:
+        self.model = model
         self.decoder = SpeculativeDecoder(
             model,
             None,

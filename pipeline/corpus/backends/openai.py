@@ -115,11 +115,12 @@ class OpenAICorpusBackend:
             return FinishedRow(row, failure=f"{REFUSED}: {_reason(refused)}")
 
     def _ask(self, row: Row, options: Options) -> FinishedRow:
-        body = self._body(row, options)
+        body = self.body(row, options)
         control = {**body, "prompt": body["prompt"][:1], "max_tokens": 1}
         return read_answer(self.servers.post("/completions", body, control), row, options)
 
-    def _body(self, row: Row, options: Options) -> dict[str, Any]:
+    def body(self, row: Row, options: Options) -> dict[str, Any]:
+        """The request for a row."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(row.prompt_token_ids),
