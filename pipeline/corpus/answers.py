@@ -112,7 +112,8 @@ class _Pass:
             is_other = self.blocks is not None and block not in self.blocks
             if is_other or self._is_done(keys) or not self._claim(block):
                 continue
-            self.answers.refresh()  # what the block's last holder wrote
+            if self.claims.others_may_have_written():
+                self.answers.refresh()  # what the block's last holder wrote
             missing = [
                 (row, key) for row, key in zip(chunk, keys, strict=True) if key not in self.answers.done
             ]

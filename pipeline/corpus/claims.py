@@ -11,6 +11,9 @@ from pathlib import Path
 
 from pipeline.corpus.shards import write_message
 
+#: The byte that every worker has a shared lock on, behind those of all blocks.
+_PRESENCE = 2**40
+
 
 class Claims:
     """The claims of this process on blocks 0, 1, ... of the corpus's rows."""
@@ -22,9 +25,12 @@ class Claims:
             ValueError: it cannot be made.
         """
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH, 1, _PRESENCE)
+            os.write(self._descriptor, b".")  # the file is as long as workers have come
         except OSError as error:
             raise ValueError(write_message(path, error)) from error
+        self._was_alone, self._num_came = False, 0
 
     def take(self, block: int) -> bool:
         """Claim a block; False where another process has it."""
@@ -43,6 +49,24 @@ class Claims:
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, block)
         self.release(block)
 
+    def others_may_have_written(self) -> bool:
+        """Whether another worker was there at any time since the last call; True in the first call.
+
+        Looking for their shards costs more the more there are, and most corpora have one worker.
+        """
+        num_came, is_alone = os.fstat(self._descriptor).st_size, self._is_alone()
+        nobody = self._was_alone and is_alone and num_came == self._num_came
+        self._was_alone, self._num_came = is_alone, num_came
+        return not nobody
+
+    def _is_alone(self) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _PRESENCE)
+        except OSError:
+            return False
+        fcntl.lockf(self._descriptor, fcntl.LOCK_SH, 1, _PRESENCE)
+        return True
+
     def close(self) -> None:
         """Give everything up."""
         os.close(self._descriptor)
@@ -55,9 +79,12 @@ def only_one(path: Path) -> Iterator[None]:
     Raises:
         ValueError: the file cannot be made.
     """
-    claims = Claims(path)
     try:
-        fcntl.lockf(claims._descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(write_message(path, error)) from error
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        claims.close()
+        os.close(descriptor)

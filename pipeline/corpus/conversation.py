@@ -32,7 +32,7 @@ def unpacked(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -73,7 +73,7 @@ def tools_of(value: Any) -> Optional[list[Any]]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SkippedRow("bad_tools") from error
     if not value:
         return None
@@ -100,6 +100,8 @@ def _message(value: Any) -> Message:
         raise SkippedRow("content_not_text")
     message["content"] = content
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise SkippedRow("bad_tool_calls")
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return message
 
@@ -108,7 +110,7 @@ def _tool_call(call: Any) -> Any:
     """Templates print the arguments as JSON themselves: JSON text would be quoted twice."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return call
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,6 +20,8 @@ from pipeline.corpus.hash_table import HashSet
 #: The stored probabilities of this many tokens are read, from shards evenly spaced over the corpus.
 MAX_MASS_TOKENS = 2_000_000
 NUM_SAMPLES = 20
+#: Answers that occur as often as this, or more often, are counted together.
+MAX_COPIES = 8
 _NGRAM = 4
 _NUM_BINS = 1000
 _LIGHT = [
@@ -75,6 +78,8 @@ class Shares:
 class Statistics:
     """The counts. `groups` by what they are grouped by, then by value; lengths in tokens.
 
+    `copies[i]` rows have an answer that occurs i + 1 times; the last number is of those with more, too.
+
     `mass` is the probability that the stored candidates of a response token have together; `variety` the share of a
     response's runs of four tokens that differ from each other, low where it goes round in circles. `samples` are rows
     chosen by a hash: a random choice that is the same every time.
@@ -86,6 +91,7 @@ class Statistics:
     num_rows: int = 0
     num_prompts: int = 0
     num_equal_answers: int = 0
+    copies: list[int] = field(default_factory=list)
     topk: int = 0
     mass: Shares = field(default_factory=Shares)
     variety: Shares = field(default_factory=Shares)
@@ -98,7 +104,7 @@ def collect_statistics(files: Sequence[Path], num_samples: int = NUM_SAMPLES) ->
     Raises:
         ValueError: a shard is damaged; it is named.
     """
-    found, prompts, answers = Statistics(), HashSet(), HashSet()
+    found, prompts, answers = Statistics(), HashSet(), [HashSet() for _ in range(MAX_COPIES)]
     best: list[tuple[int, int, dict[str, Any]]] = []
     for table in shard_tables(files, _LIGHT):
         for row in table.to_pylist():
@@ -109,13 +115,14 @@ def collect_statistics(files: Sequence[Path], num_samples: int = NUM_SAMPLES) ->
                 heapq.heappush(best, item)
             elif item > best[0]:
                 heapq.heapreplace(best, item)
-    found.num_prompts = len(prompts)
+    found.num_prompts, found.num_equal_answers = len(prompts), found.num_rows - len(answers[0])
+    found.copies = _copies([len(seen) for seen in answers], found.num_rows)
     found.samples = [row for _, _, row in sorted(best, reverse=True)]
     _add_mass(found, files)
     return found
 
 
-def _count(found: Statistics, row: dict[str, Any], prompts: HashSet, answers: HashSet) -> None:
+def _count(found: Statistics, row: dict[str, Any], prompts: HashSet, answers: list[HashSet]) -> None:
     ids, is_cut = row["response_token_ids"], row["finish_reason"] == "length"
     found.num_rows += 1
     found.prompt_lengths[len(row["prompt_token_ids"])] += 1
@@ -130,11 +137,18 @@ def _count(found: Statistics, row: dict[str, Any], prompts: HashSet, answers: Ha
     for kind, label in labels.items():
         found.groups.setdefault(kind, {}).setdefault(label, Group()).add(len(ids), is_cut)
     prompts.add(int(row["prompt_id"][:16], 16))
-    found.num_equal_answers += not answers.add(_hash(np.asarray(ids, np.int32).tobytes()))
+    answer = _hash(np.asarray(ids, np.int32).tobytes())
+    any(seen.add(answer) for seen in answers)  # into the first table that does not have it
     num_runs = len(ids) - _NGRAM + 1
     if num_runs > 0:
         runs = set(zip(*(ids[start : start + num_runs] for start in range(_NGRAM)), strict=True))
         found.variety.add(np.array([len(runs) / num_runs]))
+
+
+def _copies(num_seen: Sequence[int], num_rows: int) -> list[int]:
+    """Rows by how often their answer occurs, from the numbers of answers that occur 1, 2, ... times or more."""
+    exactly = [times * (a - b) for times, (a, b) in enumerate(pairwise(num_seen), start=1)]
+    return [*exactly, num_rows - sum(exactly)]
 
 
 def _add_mass(found: Statistics, files: Sequence[Path]) -> None:

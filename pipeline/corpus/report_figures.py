@@ -1,7 +1,7 @@
 """The plots of a corpus report."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,6 +23,7 @@ def corpus_figures(found: Statistics) -> dict[str, Figure]:
     }
     figures["corpus_prompt_length"] = _length_figure(found.prompt_lengths, "prompt length (tokens)")
     figures["corpus_response_length"] = _length_figure(found.response_lengths, "response length (tokens)")
+    figures["corpus_duplicates"] = _copies_figure(found.copies)
     if found.mass.num:
         label = f"probability of the {found.topk} stored candidates together"
         figures["corpus_topk_mass"] = _share_figure(found.mass, label, "response tokens", log=True)
@@ -76,6 +77,16 @@ def _length_figure(lengths: Counter[int], label: str) -> Figure:
         axes.axvline(mean, color="black", linewidth=1, linestyle="--", label=f"mean {mean:.1f}")
         axes.legend(frameon=False, fontsize="small")
     axes.set_xlabel(label)
+    axes.set_ylabel("rows")
+    return figure
+
+
+def _copies_figure(copies: Sequence[int]) -> Figure:
+    figure, axes = _axes()
+    names = [*map(str, range(1, len(copies))), f"{len(copies)} or more"]
+    bars = axes.bar(names, copies, color=_COLOUR)
+    axes.bar_label(bars, [f"{num:,}" if num else "" for num in copies], fontsize="small")
+    axes.set_xlabel("times that the same answer occurs")
     axes.set_ylabel("rows")
     return figure
 

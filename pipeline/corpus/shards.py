@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -80,6 +81,8 @@ def write_table(path: Path, table: pa.Table) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # on a full disk it would stand in the way of the next attempt
         raise ValueError(write_message(path, error)) from error
 
 

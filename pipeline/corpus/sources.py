@@ -3,8 +3,9 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,6 +28,7 @@ COLUMNS = (
 )
 SYSTEM_COLUMNS = ("system", "system_prompt")
 BAD_ROW = "bad_row"
+_MAX_LOOKED_AT = 64
 Row = dict[str, Any]
 
 
@@ -45,7 +47,7 @@ class Record:
 
 
 def read_records(source: SourceConfig) -> Iterator[Record]:
-    """The rows of a source, lazily. The file is opened and its first readable row looked at in the call itself.
+    """The rows of a source, lazily. The file is opened and its first readable rows looked at in the call itself.
 
     Raises:
         ValueError: no such file or dataset, an empty one, or no such column (the available ones are named).
@@ -56,31 +58,39 @@ def read_records(source: SourceConfig) -> Iterator[Record]:
             "corpus.prompts is empty: give a file (jsonl, parquet, csv) or a dataset, or null for invented questions"
         )
     rows = read_rows(source.prompts, source.split, subset=source.subset)
-    num_unreadable, first = 0, None
-    for row in rows:
-        if not isinstance(row, BadRow):
-            first = row
-            break
-        num_unreadable += 1
-    if first is None:
+    num_unreadable, looked_at = _look(rows, source)
+    if not looked_at:
         raise ValueError(
             f"corpus.prompts={source.prompts!r} has no rows that can be read: give a file or dataset with at least one"
         )
-    available = list(first)
+    available = list(dict.fromkeys(name for row in looked_at for name in row))
     column = _column(source.prompts, available, source.column)
     if source.domain_column is not None and source.domain_column not in available:
         raise ValueError(
             f"corpus.domain_column={source.domain_column!r}: {source.prompts!r} has no such column; it has {available}"
         )
-    return _records(num_unreadable, first, rows, column, source)
+    return _records(chain([BadRow()] * num_unreadable, looked_at, rows), column, source)
 
 
-def _records(
-    num_unreadable: int, first: Row, rows: Iterator[Row], column: str, source: SourceConfig
-) -> Iterator[Record]:
-    for _ in range(num_unreadable):
-        yield Record(BadRow())
-    yield _record(first, column, source)
+def _look(rows: Iterator[Row], source: SourceConfig) -> tuple[int, list[Row]]:
+    """Reads until the columns are found that the source has to have: one broken row must not hide them.
+
+    Returns the number of unreadable rows before the first readable one, and the rows from there on.
+    """
+    num_unreadable = 0
+    looked_at: list[Row] = []
+    for row in rows:
+        if isinstance(row, BadRow) and not looked_at:
+            num_unreadable += 1
+            continue
+        looked_at.append(row)
+        has_column = source.column in row if source.column is not None else any(name in row for name in COLUMNS)
+        if len(looked_at) == _MAX_LOOKED_AT or (has_column and (source.domain_column is None or source.domain_column in row)):
+            break
+    return num_unreadable, looked_at
+
+
+def _records(rows: Iterable[Row], column: str, source: SourceConfig) -> Iterator[Record]:
     for row in rows:
         yield Record(row) if isinstance(row, BadRow) else _record(row, column, source)
 
@@ -132,7 +142,7 @@ def read_rows(
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", errors="replace") as stream:
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
         for line in stream:
             if line.strip():
                 yield _parsed(line)
@@ -141,7 +151,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _parsed(line: str) -> Row:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also numbers of thousands of digits, and thousands of brackets
         return BadRow()
     return value if isinstance(value, dict) else BadRow()
 
@@ -156,7 +166,7 @@ def _json(path: Path) -> Iterator[Row]:
         stream.seek(0)
         try:
             values = json.loads(stream.read().lstrip("\ufeff"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"corpus.prompts={str(path)!r} is not valid JSON: {error}") from error
     for value in values:
         yield value if isinstance(value, dict) else BadRow()

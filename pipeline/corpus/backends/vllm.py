@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.corpus.backends.base import NON_FINITE, EngineFailure, FinishedRow, Options, misfit
 from pipeline.corpus.backends.candidates import Ids, Logprobs, clamped, require_raw
+from pipeline.corpus.backends.orphans import OrphanGuard
 from pipeline.corpus.rows import Row
 from specdec_runtime.backends.vllm import require_vllm
 from specdec_runtime.backends.vllm_cpu import engine_environment
@@ -66,12 +67,14 @@ class VllmCorpusBackend:
             "skip_tokenizer_init": True,
             **engine_args,
         }
+        self._guard = OrphanGuard()
         try:
             with engine_environment(kv_cache_gib=_KV_CACHE_GIB):
                 import vllm
 
                 self.llm = vllm.LLM(**arguments)
         except (ValueError, TypeError, RuntimeError) as error:
+            self._guard.close()
             raise ValueError(
                 f"corpus.backend=vllm: the engine does not start with corpus.engine_args={engine_args}: {error}"
             ) from error
@@ -169,6 +172,7 @@ class VllmCorpusBackend:
         """Ends the engine's processes."""
         self._closed.set()
         self.llm.llm_engine.engine_core.shutdown()
+        self._guard.close()
 
 
 def _wake_when_dead(core: Any, closed: threading.Event) -> None:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Optional
 
+import torch
+
 from pipeline.corpus.backends.base import FinishedRow, Options
 from pipeline.corpus.backends.native import NativeCorpusBackend
 from pipeline.corpus.rows import Row
 from tests.unit.pipeline.corpus_samples import tiny_model
 
-FAULTS = ("drop", "500", "429", "truncated")
+FAULTS = ("drop", "500", "429", "truncated", "half")
 
 
 @dataclass
@@ -30,6 +32,7 @@ class FakeServer:
     fault_of: Callable[[int], Optional[str]] = lambda number: None
     change: Callable[[dict[str, Any], dict[str, Any]], None] = lambda answer, body: None
     max_logprobs: int = 64
+    retry_after_s: float = 0.01
     dies_after: Optional[int] = None
     num_requests: int = 0
     num_answers: int = 0
@@ -123,8 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
             if fault == "drop":
                 self.close_connection = True
                 return
-            if fault in ("500", "429"):
-                self._send(int(fault), b"try again", retry_after="0.01")
+            if fault is not None and fault.isdigit():
+                self._send(int(fault), b"try again", retry_after=str(self.fake.retry_after_s))
                 return
             if body.get("logprobs", 0) > self.fake.max_logprobs:
                 self._send(400, b'{"error": "logprobs is greater than max allowed"}')
@@ -133,25 +136,42 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(400, b'{"error": "too long"}')
                 return
             data = json.dumps(self.fake.answer(body)).encode()
+            if fault == "half":  # the connection is lost in the middle of an answer
+                self._send(200, data[: len(data) // 2], num_bytes=len(data))
+                self.close_connection = True
+                return
             self._send(200, data[: len(data) // 2] if fault == "truncated" else data)
         finally:
             self.fake.leave()
 
-    def _send(self, status: int, data: bytes, retry_after: Optional[str] = None) -> None:
+    def _send(
+        self, status: int, data: bytes, *, retry_after: Optional[str] = None, num_bytes: Optional[int] = None
+    ) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) if num_bytes is None else num_bytes))
         if retry_after:
             self.send_header("Retry-After", retry_after)
         self.end_headers()
         self.wfile.write(data)
 
 
+def _http_server(fake: FakeServer, port: int) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": fake}))
+    server.daemon_threads = True
+    return server
+
+
+def serve(port: int) -> None:
+    """A server that ends when its process does: the program that the tests kill."""
+    torch.set_num_threads(1)
+    _http_server(FakeServer(), port).serve_forever()
+
+
 @contextmanager
 def fake_server() -> Iterator[FakeServer]:
     """Serves on a free port of the loopback while the block runs."""
     fake = FakeServer()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
-    server.daemon_threads = True
+    server = _http_server(fake, 0)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     try:

@@ -98,6 +98,7 @@ def test_every_turn_ends_where_the_source_answered_or_did_not_yet() -> None:
         (None, "empty"), (7, "not_text_or_messages"), ([7], "not_text_or_messages"), ([{"role": "wizard"}], "unknown_role"),
         ([{"from": "function_call", "value": "x"}], "unknown_role"), ([{"content": "x"}], "unknown_role"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content_not_text"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "bad_tool_calls"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_named(value: object, reason: str) -> None:

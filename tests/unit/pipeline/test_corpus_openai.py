@@ -3,13 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from pipeline.corpus import read_corpus
 from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options, generate_in_order
 from pipeline.corpus.backends.http import RetryPolicy, Servers
 from pipeline.corpus.backends.openai import OpenAICorpusBackend
+from pipeline.corpus.stage import run_corpus
 from tests.unit.pipeline.corpus_contract import (
     PROMPTS,
     STOPS,
@@ -18,7 +22,9 @@ from tests.unit.pipeline.corpus_contract import (
     plain_greedy,
     tokens,
 )
-from tests.unit.pipeline.fake_openai import FakeServer, fake_server, faults
+from tests.unit.pipeline.corpus_samples import make_context, tiny_config
+from tests.unit.pipeline.corpus_sources import write_jsonl
+from tests.unit.pipeline.fake_openai import FAULTS, FakeServer, fake_server, faults
 
 OPTIONS = Options(STOPS, topk=4)
 
@@ -98,16 +104,79 @@ def test_one_of_two_servers_stops_and_the_other_goes_on(server: FakeServer) -> N
         assert 3 <= len(dying.answered) <= 3 + 8 < len(server.answered)
 
 
-def test_a_server_that_stops_ends_the_run_after_all_that_came_in(server: FakeServer) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_for_good_ends_the_run_after_all_that_came_in(server: FakeServer, fault: str) -> None:
+    """Its last answers, and its state: refused connections, errors, too many requests, broken answers."""
     engine = engine_of(server, max_retries=3, num_in_flight=4)
-    server.dies_after = 12  # the two probes included
+    server.fault_of = lambda number: fault if number >= 14 else None  # the two probes included
     finished: list[FinishedRow] = []
     with pytest.raises(EngineFailure, match=r"no server answers any more \(4 attempts.*run again"):
         for one in engine.generate(
             iter(make_rows([[1, 50 + i] for i in range(60)], max_new_tokens=4)), OPTIONS
         ):
             finished.append(one)
+    assert len(finished) == 12 and all(one.failure is None for one in finished)
+
+
+def test_a_server_that_stops_ends_the_run_after_all_that_came_in(server: FakeServer) -> None:
+    engine = engine_of(server, max_retries=3, num_in_flight=4)
+    server.dies_after = 12  # the two probes included
+    finished: list[FinishedRow] = []
+    with pytest.raises(EngineFailure, match=r"no server answers any more"):
+        for one in engine.generate(
+            iter(make_rows([[1, 50 + i] for i in range(60)], max_new_tokens=4)), OPTIONS
+        ):
+            finished.append(one)
     assert len(finished) == len(server.answered) - 2 >= 10 and all(one.failure is None for one in finished)
+
+
+def test_a_server_is_given_the_time_that_it_asks_for(server: FakeServer) -> None:
+    server.fault_of = lambda number: "429" if number == 0 else None
+    server.retry_after_s = 0.3
+    started = time.monotonic()
+    (one,) = engine_of(server).generate(iter(make_rows()[:1]), Options(STOPS))
+    assert one.failure is None and time.monotonic() - started >= 0.3
+
+
+def test_pauses_grow_and_end_with_the_retries(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.corpus.backends.http._FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr("pipeline.corpus.backends.http._MAX_PAUSE_S", 8.0)
+    engine = engine_of(server, max_retries=5, num_in_flight=1)
+    pauses: list[float] = []
+    monkeypatch.setattr(engine.servers.stop, "wait", pauses.append)
+    server.fault_of = lambda number: "500"
+    with pytest.raises(EngineFailure, match="6 attempts failed; the last one: .*HTTP 500: try again"):
+        list(engine.generate(iter(make_rows()[:1]), Options(STOPS)))
+    assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses, [1, 2, 4, 8, 8], strict=True))
+
+
+@pytest.mark.parametrize("status", ["401", "403", "404"])
+def test_what_no_retry_mends_is_said_at_once(server: FakeServer, status: str) -> None:
+    engine = engine_of(server, num_in_flight=1)
+    server.fault_of = lambda number: status
+    with pytest.raises(EngineFailure, match=rf"HTTP {status}.*Check the address, .* OPENAI_API_KEY"):
+        list(engine.generate(iter(make_rows()[:1]), Options(STOPS)))
+    assert server.num_requests == 1
+
+
+def test_the_stage_keeps_what_came_and_goes_on_from_there(server: FakeServer, tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"What is {i} and {i * i}?"} for i in range(40)])
+    settings = {"prompts": str(prompts), "num_prompts": None, "backend": "openai", "base_urls": [server.url],
+                "num_in_flight": 4, "max_retries": 2, "max_new_tokens": 8}  # fmt: skip
+    undisturbed = make_context(tiny_config(tmp_path, **settings), tmp_path / "undisturbed")
+    run_corpus(undisturbed)
+    context = make_context(undisturbed.config, tmp_path / "work")
+    server.answered.clear()
+    server.num_answers, server.dies_after = 0, 17
+    with pytest.raises(EngineFailure, match="no server answers any more .*Finished rows are kept"):
+        run_corpus(context)
+    shards = list((context.work_dir / "shards").iterdir())
+    assert sum(pq.read_metadata(shard).num_rows for shard in shards) == len(server.answered) - 2 >= 15
+    server.dies_after = None
+    run_corpus(context)
+    assert all(shard.exists() for shard in shards)
+    assert len(server.answered) - 4 == 40, "a row was asked for twice"
+    assert read_corpus(context.work_dir).to_list() == read_corpus(undisturbed.work_dir).to_list()
 
 
 def test_a_silent_server_does_not_keep_the_program(server: FakeServer) -> None:

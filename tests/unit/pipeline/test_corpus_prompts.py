@@ -85,6 +85,36 @@ def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path: Path) -> None:
     assert "old" in texts(prompts)[2], "earlier turns stay as context"
 
 
+@pytest.mark.parametrize(
+    "row",
+    ["[" * 100_000, '{"prompt": ' + "9" * 5000 + "}", '{"prompt": "x"', "null", "\x00", '{"prompt": {"a": 1}}', '{"id": 7}'],
+    ids=["deep", "long number", "cut", "null", "NUL", "object", "no prompt"],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_no_row_ends_the_run_wherever_it_stands(tmp_path: Path, row: str, place: int) -> None:
+    """speculators 801: also as the first row, from which the columns are taken."""
+    rows: list[object] = [{"prompt": "one"}, {"prompt": "two"}]
+    rows.insert(place, row)
+    prompts, accounting = load(write_jsonl(tmp_path / "p.jsonl", rows), tmp_path)
+    assert texts(prompts) == [chat("one"), chat("two")]
+    assert accounting.skipped.total() == 1 and list(accounting.examples.values()) == [[f"p.jsonl:{place}"]]
+
+
+def test_a_template_may_raise_anything(tmp_path: Path) -> None:
+    """speculators 801: here a division by zero, in one row of two."""
+    template = "{{ 1 // (messages[0].content | length - 3) }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "abc"}, {"prompt": "fine"}])
+    prompts, accounting = load(path, tmp_path, template=template)
+    assert len(prompts) == 1 and accounting.examples == {"template_error": ["p.jsonl:0"]}
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one"}\r\n{"prompt": "two"}\r\n', encoding="utf-8-sig")
+    prompts, accounting = load(path, tmp_path)
+    assert texts(prompts) == [chat("one"), chat("two")] and not accounting.skipped
+
+
 def test_num_prompts_stops_reading_and_null_takes_all(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"text": f"question {i}"} for i in range(30)])
     assert len(load(path, tmp_path, num_prompts=5)[0]) == 5

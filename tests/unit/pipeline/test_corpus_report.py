@@ -49,6 +49,7 @@ def test_counts_are_those_of_the_rows(tmp_path: Path) -> None:
     rows += [corpus_row(7, response_token_ids=rows[0]["response_token_ids"])]
     found = collect_statistics(shard_files(write_corpus(tmp_path / "c", rows)))
     assert (found.num_rows, found.num_prompts, found.num_equal_answers) == (8, 7, 1)
+    assert found.copies == [6, 2, 0, 0, 0, 0, 0, 0]
     assert found.groups["sampling"].keys() == {"temperature 0", "temperature 1, top-p 0.9"}
     cut = found.groups["finish reason"]["length"]
     assert (cut.num_rows, cut.num_tokens, cut.num_cut) == (1, 6, 1)
@@ -56,6 +57,15 @@ def test_counts_are_those_of_the_rows(tmp_path: Path) -> None:
     assert found.response_lengths == {6: 8} and found.prompt_lengths == {3: 8}
     assert found.topk == 2 and found.mass.num == 48 and found.mass.mean == pytest.approx(0.75, abs=1e-3)
     assert found.variety.num == 8 and found.variety.mean == pytest.approx((7 + 1 / 3) / 8)
+
+
+def test_rows_are_counted_by_how_often_their_answer_occurs(tmp_path: Path) -> None:
+    """Against counting the answers themselves; eight and more fall together."""
+    times = [1, 1, 2, 3, 3, 8, 11]
+    rows = [corpus_row(10 * i + j, response_token_ids=[i] * 6) for i, num in enumerate(times) for j in range(num)]
+    found = collect_statistics(shard_files(write_corpus(tmp_path / "c", rows, per_shard=5)))
+    assert found.copies == [2, 2, 6, 0, 0, 0, 0, 19] and sum(found.copies) == found.num_rows == sum(times)
+    assert found.num_equal_answers == sum(num - 1 for num in times)
 
 
 def test_samples_are_random_different_and_the_same_every_time(tmp_path: Path) -> None:
@@ -88,7 +98,7 @@ def test_page_needs_nothing_else_and_escapes_all_text(tmp_path: Path) -> None:
     assert "<script" not in page and "&lt;script&gt;alert(&#x27;x&#x27;)" in page
     assert not re.search(r"(src|href)=['\"](?!data:)", page) and "http" not in page
     assert page.count("<details") == 20 and page.count("&lt;|im_end|&gt;</pre>") == 20, "special tokens are shown"
-    assert page.count("data:image/png;base64,") == 7 and "probability of the" not in page, "no candidates are stored"
+    assert page.count("data:image/png;base64,") == 8 and "probability of the" not in page, "no candidates are stored"
     assert "as far as it is" in page, "there is no corpus.json yet"
 
 
@@ -112,7 +122,7 @@ def test_stage_writes_and_logs_its_report(tmp_path: Path) -> None:
     assert "6 answers to 6 prompts" in page and "not written" in page and "skipped: question_cut" in page
     assert set(tracker.names) == {
         "report.html", "corpus_source.png", "corpus_domain.png", "corpus_sampling.png", "corpus_finish_reason.png",
-        "corpus_prompt_length.png", "corpus_response_length.png", "corpus_topk_mass.png", "corpus_variety.png",
+        "corpus_duplicates.png", "corpus_prompt_length.png", "corpus_response_length.png", "corpus_topk_mass.png", "corpus_variety.png",
     }  # fmt: skip
 
 

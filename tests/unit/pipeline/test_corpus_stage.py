@@ -129,6 +129,7 @@ def test_full_disk_is_named_and_leaves_no_shard(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match=r"s/000001.parquet.*No space left"):
         shards.write(1, [ROW])
     assert shards.read(0) is not None and shards.read(1) is None
+    assert [file.name for file in shards.folder.iterdir()] == ["000000.parquet"], "half a shard takes room"
 
 
 def test_shard_of_another_schema_does_not_count(tmp_path: Path) -> None:
