@@ -11,6 +11,7 @@ from pipeline.corpus.read import SHARDS
 from pipeline.corpus.report_counts import collect_statistics
 from pipeline.corpus.report_figures import corpus_figures
 from pipeline.corpus.report_page import render_page
+from pipeline.store import UNFINISHED
 from pipeline.tracker import Tracker
 
 REPORT_NAME = "report.html"
@@ -34,7 +35,8 @@ def write_corpus_report(
         (tokenizer.decode(row["prompt_token_ids"]), tokenizer.decode(row["response_token_ids"]))
         for row in found.samples
     ]
-    title = f"Corpus {folder.name}" if record else f"Corpus {folder.name}, as far as it is"
+    name = folder.name.removesuffix(UNFINISHED)  # the stage writes its report before it renames its folder
+    title = f"Corpus {name}" if record else f"Corpus {name}, as far as it is"
     page = render_page(title, found, record, figures, texts)
     path = folder / REPORT_NAME
     temporary = path.with_name(f".{REPORT_NAME}.{os.getpid()}.tmp")

@@ -14,6 +14,8 @@ from pipeline.random_target import build_model, build_tokenizer
 from pipeline.schema import Config, CorpusConfig, RandomModelConfig, TargetConfig
 from pipeline.tracker import Tracker
 
+NUM_KILLED_ROWS = 96
+
 
 @cache
 def tiny_model() -> LlamaForCausalLM:
@@ -58,4 +60,4 @@ def run_helper(artifacts: Path, work_dir: Path) -> None:
 
 
 def _killed_config(artifacts: Path) -> Config:
-    return tiny_config(artifacts, num_prompts=96, max_new_tokens=40, shard_rows=4)
+    return tiny_config(artifacts, num_prompts=NUM_KILLED_ROWS, max_new_tokens=40, shard_rows=4)

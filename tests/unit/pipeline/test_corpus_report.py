@@ -115,10 +115,11 @@ class RecordingTracker(Tracker):
 
 def test_stage_writes_and_logs_its_report(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, num_prompts=6)
-    context = make_context(config, tmp_path / "work")
+    context = make_context(config, tmp_path / "work.incomplete")
     tracker = RecordingTracker()
     run_corpus(type(context)(config, context.work_dir, {}, tracker, context.target))
-    page = (tmp_path / "work" / "report.html").read_text()
+    page = (context.work_dir / "report.html").read_text()
+    assert "<h1>Corpus work</h1>" in page
     assert "6 answers to 6 prompts" in page and "not written" in page and "skipped: question_cut" in page
     assert set(tracker.names) == {
         "report.html", "corpus_source.png", "corpus_domain.png", "corpus_sampling.png", "corpus_finish_reason.png",
