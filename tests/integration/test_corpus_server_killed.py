@@ -48,10 +48,10 @@ class KilledServer:
         """SIGKILL at ten moments: some shards later, and a little; it comes back after a pause."""
         for _ in range(NUM_KILLS):
             num_wanted = num_shards(work) + drawn.randrange(4)
-            while num_shards(work) < num_wanted:
+            while num_shards(work) < num_wanted and not is_finished(work):
                 time.sleep(0.002)
             time.sleep(drawn.uniform(0, 0.1))
-            self.num_killed += num_shards(work) < NUM_ROWS // 4
+            self.num_killed += not is_finished(work)
             self.stop()
             time.sleep(drawn.choice([0.0, 0.8]))
             self._process = self._start()
@@ -63,6 +63,10 @@ class KilledServer:
 
 def num_shards(work: Path) -> int:
     return len(list((work / "shards").glob("*.parquet")))
+
+
+def is_finished(work: Path) -> bool:
+    return (work / "corpus.json").exists()
 
 
 def run_until_done(context: StageContext) -> int:

@@ -90,21 +90,26 @@ class Servers:
                 whose fault that is.
 
         Raises:
-            Refused: the request is refused for what it is, or fails again and again where `control` does not.
+            Refused: the request is refused for what it is, or fails again and again, twice over, where `control` does not.
             EngineFailure: no server answers, or they refuse everybody.
             Stopped: `close` was called.
         """
-        try:
-            return self._retried("POST", path, json.dumps(body).encode(), self.urls)
-        except EngineFailure as failure:
-            if not isinstance(failure.__cause__, _Exhausted):
-                raise
+        for _ in range(2):  # the servers may have been away for all attempts, and come back
             try:
-                for url in self.urls:
-                    self._once("POST", url + path, json.dumps(control).encode())
-            except _Trouble:
-                raise failure from None
-            raise Refused(str(failure.__cause__)) from None
+                return self._retried("POST", path, json.dumps(body).encode(), self.urls)
+            except EngineFailure as failure:
+                if not isinstance(failure.__cause__, _Exhausted):
+                    raise
+                reason = str(failure.__cause__)
+                self._require_life(path, control, failure)
+        raise Refused(reason)
+
+    def _require_life(self, path: str, control: dict[str, Any], failure: EngineFailure) -> None:
+        try:
+            for url in self.urls:
+                self._once("POST", url + path, json.dumps(control).encode())
+        except _Trouble:
+            raise failure from None
 
     def _retried(self, method: str, path: str, body: Optional[bytes], urls: Sequence[str]) -> Any:
         for attempt in range(self.policy.max_retries + 1):

@@ -130,7 +130,8 @@ def test_a_server_that_stops_ends_the_run_after_all_that_came_in(server: FakeSer
     assert len(finished) == len(server.answered) - 2 >= 10 and all(one.failure is None for one in finished)
 
 
-def test_a_server_is_given_the_time_that_it_asks_for(server: FakeServer) -> None:
+def test_a_server_is_given_the_time_that_it_asks_for(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.corpus.backends.http._MAX_PAUSE_S", 1.0)
     server.fault_of = lambda number: "429" if number == 0 else None
     server.retry_after_s = 0.3
     started = time.monotonic()
@@ -203,6 +204,14 @@ def test_a_row_that_always_fails_does_not_stop_the_others(server: FakeServer) ->
     rows = make_rows(PROMPTS + [[1, 60 + i] for i in range(40)], max_new_tokens=8)
     failed = [one for one in engine.generate(iter(rows), Options(STOPS)) if one.failure is not None]
     assert [list(one.row.prompt_token_ids) for one in failed] == [bad]
+
+
+def test_a_server_that_comes_back_after_all_attempts_costs_no_row(server: FakeServer) -> None:
+    """Else the row would be taken for one that the server cannot answer."""
+    engine = engine_of(server, max_retries=2, num_in_flight=1)
+    server.fault_of = lambda number: "500" if number < 3 else None
+    (one,) = engine.generate(iter(make_rows()[:1]), Options(STOPS))
+    assert one.failure is None and server.num_requests == 5, "three attempts, one token, the row"
 
 
 @pytest.mark.parametrize(
