@@ -84,7 +84,7 @@ def _length_figure(lengths: Counter[int], label: str) -> Figure:
 def _copies_figure(copies: Sequence[int]) -> Figure:
     figure, axes = _axes()
     names = [*map(str, range(1, len(copies))), f"{len(copies)} or more"]
-    bars = axes.bar(names, copies, color=_COLOUR)
+    bars = axes.bar(names, copies, color=_COLOUR, log=True)
     axes.bar_label(bars, [f"{num:,}" if num else "" for num in copies], fontsize="small")
     axes.set_xlabel("times that the same answer occurs")
     axes.set_ylabel("rows")
