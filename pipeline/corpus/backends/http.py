@@ -1,8 +1,11 @@
 """Requests to one or several servers that serve the same: retried with growing pauses, on the next server each time."""
 
 import json
+import logging
+import math
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -11,9 +14,11 @@ import urllib3
 
 from pipeline.corpus.backends.base import EngineFailure
 
+log = logging.getLogger(__name__)
+
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S, _MAX_PAUSE_S, _CONNECT_TIMEOUT_S = 0.25, 30.0, 10.0
-_SHOWN_CHARS = 300
+_SHOWN_CHARS, _SAY_EVERY_S = 300, 30.0
 
 
 class Refused(Exception):
@@ -72,7 +77,7 @@ class Servers:
             timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=policy.timeout_s),
         )
         self._lock = threading.Lock()
-        self._next = 0
+        self._next, self._said_s = 0, -math.inf
 
     def get(self, url: str, path: str) -> Any:
         """The JSON of one server's page, retried.
@@ -119,6 +124,8 @@ class Servers:
                 return self._once(method, urls[self._turn() % len(urls)] + path, body)
             except _Trouble as error:
                 trouble = error
+            if attempt:
+                self._say(trouble)
             if attempt < self.policy.max_retries:
                 pause_s = min(_FIRST_PAUSE_S * 2**attempt, _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
                 self.stop.wait(max(pause_s, trouble.retry_after_s))
@@ -127,6 +134,15 @@ class Servers:
             f"corpus.base_urls={list(self.urls)}: no server answers any more ({exhausted}). Finished rows are kept: start the "
             "server and run again to go on from there"
         ) from exhausted
+
+    def _say(self, trouble: _Trouble) -> None:
+        """Who waits should know for what; not once for each of many requests."""
+        with self._lock:
+            is_due = time.monotonic() - self._said_s > _SAY_EVERY_S
+            if is_due:
+                self._said_s = time.monotonic()
+        if is_due:
+            log.warning("corpus.base_urls: %s; trying again", trouble)
 
     def _once(self, method: str, url: str, body: Optional[bytes]) -> Any:
         try:

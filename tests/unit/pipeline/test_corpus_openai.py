@@ -139,7 +139,9 @@ def test_a_server_is_given_the_time_that_it_asks_for(server: FakeServer, monkeyp
     assert one.failure is None and time.monotonic() - started >= 0.3
 
 
-def test_pauses_grow_and_end_with_the_retries(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_and_end_with_the_retries(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("pipeline.corpus.backends.http._FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr("pipeline.corpus.backends.http._MAX_PAUSE_S", 8.0)
     engine = engine_of(server, max_retries=5, num_in_flight=1)
@@ -149,6 +151,8 @@ def test_pauses_grow_and_end_with_the_retries(server: FakeServer, monkeypatch: p
     with pytest.raises(EngineFailure, match="6 attempts failed; the last one: .*HTTP 500: try again"):
         list(engine.generate(iter(make_rows()[:1]), Options(STOPS)))
     assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses, [1, 2, 4, 8, 8], strict=True))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("HTTP 500: try again; trying again")
 
 
 @pytest.mark.parametrize("status", ["401", "403", "404"])
