@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -110,18 +111,20 @@ class Servers:
         raise Refused(reason)
 
     def _require_life(self, path: str, control: dict[str, Any], failure: EngineFailure) -> None:
-        try:
-            for url in self.urls:
+        """Raises the failure unless a server answers `control`: each of them has had its attempts at the request."""
+        for url in self.urls:
+            with suppress(_Trouble):
                 self._once("POST", url + path, json.dumps(control).encode())
-        except _Trouble:
-            raise failure from None
+                return
+        raise failure from None
 
     def _retried(self, method: str, path: str, body: Optional[bytes], urls: Sequence[str]) -> Any:
+        first = self._turn()
         for attempt in range(self.policy.max_retries + 1):
             if self.stop.is_set():
                 raise Stopped
             try:
-                return self._once(method, urls[self._turn() % len(urls)] + path, body)
+                return self._once(method, urls[(first + attempt) % len(urls)] + path, body)
             except _Trouble as error:
                 trouble = error
             if attempt:

@@ -13,7 +13,9 @@ from typing import Any, Optional
 import torch
 
 from pipeline.corpus.backends.base import FinishedRow, Options
+from pipeline.corpus.backends.http import RetryPolicy, Servers
 from pipeline.corpus.backends.native import NativeCorpusBackend
+from pipeline.corpus.backends.openai import OpenAICorpusBackend
 from pipeline.corpus.rows import Row
 from tests.unit.pipeline.corpus_samples import tiny_model
 
@@ -189,3 +191,12 @@ def faults(seed: int, share: float) -> Callable[[int], Optional[str]]:
         return drawn.choice(FAULTS) if drawn.random() < share else None
 
     return fault_of
+
+
+def engine_of(
+    *servers: FakeServer | str, max_retries: int = 8, num_in_flight: int = 8, **settings: Any
+) -> OpenAICorpusBackend:
+    """A client of these servers."""
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    client = Servers(urls, RetryPolicy(max_retries, 20.0), num_connections=num_in_flight, **settings)
+    return OpenAICorpusBackend(client, served_model=None, num_in_flight=num_in_flight, extra={})
