@@ -127,9 +127,9 @@ class Servers:
                 return self._once(method, urls[(first + attempt) % len(urls)] + path, body)
             except _Trouble as error:
                 trouble = error
-            if attempt:
-                self._say(trouble)
             if attempt < self.policy.max_retries:
+                if attempt:
+                    self._say(trouble)
                 pause_s = min(_FIRST_PAUSE_S * 2**attempt, _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
                 self.stop.wait(max(pause_s, trouble.retry_after_s))
         exhausted = _Exhausted(f"{self.policy.max_retries + 1} attempts failed; the last one: {trouble}")
