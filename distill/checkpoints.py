@@ -19,11 +19,15 @@ from transformers import PreTrainedModel
 
 @dataclass
 class Progress:
-    """How far a run is; saved with every checkpoint. `curve` holds (step, held-out acceptance rate)."""
+    """How far a run is; saved with every checkpoint. `curve` holds (step, held-out acceptance rate).
+
+    `num_processes` and `engine` are those that wrote it last."""
 
     step: int = 0
     seconds: float = 0.0
     num_supervised_tokens: int = 0
+    num_processes: int = 1
+    engine: str | None = None
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -35,10 +39,13 @@ class Progress:
 class CheckpointStore:
     """The folder of one training run. Everything appears by rename, whole."""
 
-    def __init__(self, output_dir: Path, call: dict[str, Any]) -> None:
+    def __init__(self, output_dir: Path, call: dict[str, Any] | None) -> None:
+        """`call` is what is trained; None only reads."""
         self.output_dir = output_dir
         self.checkpoint_dir = output_dir / "checkpoints"
         self.incoming_dir = self.checkpoint_dir / "incoming"
+        if call is None:
+            return
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self._claim(json.loads(json.dumps(call)))
         shutil.rmtree(self.incoming_dir, ignore_errors=True)
@@ -121,8 +128,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model in another dtype, for saving: its config then states the dtype of the weights beside it."""
     state = {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
     with torch.device("meta"):
-        shell: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        # Not from_config, which under DeepSpeed would shard it, and wait for the other processes.
+        shell: PreTrainedModel = type(model)(config)
     shell.load_state_dict(state, assign=True)
     shell.tie_weights()
     shell.generation_config = model.generation_config

@@ -8,6 +8,8 @@ INITS = ("layers", "chosen", "width", "pretrained", "random")
 LAYER_PATTERNS = ("even", "first", "ends")
 #: As `draft.vocab_shortlist`: the size is chosen by predicted speedup, once there is a corpus.
 AUTO = "auto"
+#: What keeps several processes in step. ddp: whole copies. fsdp: PyTorch's fully_shard (FSDP2). deepspeed: ZeRO stage 3.
+ENGINES = ("ddp", "fsdp", "deepspeed")
 
 
 @dataclass

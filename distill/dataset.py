@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which rows each micro-batch holds, in order; `num_micro` of them in a row make one optimiser step."""
+    """Which rows each micro-batch holds, in order; `num_micro` of them in a row make one optimiser step.
+
+    Processes take micro-batches in turn, so number i of n processes has those whose index is i modulo n.
+    """
 
     micro_batches: list[list[int]]
     num_micro: int
@@ -60,8 +63,12 @@ def plan_epoch(lengths: Sequence[int], *, tokens_per_step: int, num_micro: int, 
     return steps
 
 
-def plan_steps(lengths: Sequence[int], train: TrainConfig, num_micro: int) -> StepPlan:
-    """The whole run's batches, up to `num_epochs` (which may be fractional) and `max_steps`."""
+def plan_steps(lengths: Sequence[int], train: TrainConfig, num_micro: int, num_processes: int = 1) -> StepPlan:
+    """The whole run's batches, up to `num_epochs` (which may be fractional) and `max_steps`.
+
+    A step has the same rows for any `num_processes`, which only cut it into more parts; where these are more than its rows,
+    some are empty.
+    """
     if len(lengths) < num_micro:
         raise ValueError(
             f"train.gradient_accumulation_steps: {num_micro} micro-batches a step need as many training rows, but there "
@@ -74,7 +81,8 @@ def plan_steps(lengths: Sequence[int], train: TrainConfig, num_micro: int) -> St
         steps += new[: max(1, round(len(new) * min(1.0, train.num_epochs - epoch)))]
         epoch += 1
     steps = steps if train.max_steps is None else steps[: train.max_steps]
-    return StepPlan([part for rows in steps for part in _split_evenly(rows, num_micro)], num_micro)
+    num_parts = num_micro * num_processes
+    return StepPlan([part for rows in steps for part in _split_evenly(rows, num_parts)], num_parts)
 
 
 def _split_evenly(rows: list[int], num_parts: int) -> list[list[int]]:
@@ -91,7 +99,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, rows: Dataset, train: TrainConfig, table: Tensor, *, with_topk: bool, num_micro: int | None = None
+        self, rows: Dataset, train: TrainConfig, table: Tensor, *, with_topk: bool, num_micro: int | None = None,
+        num_processes: int = 1,
     ) -> None:
         _require_columns(rows, with_topk)
         self.rows = rows.with_format("arrow")
@@ -111,7 +120,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.num_cut_tokens = int(num_response.sum()) - self.num_supervised_tokens
         self._report_cut(train)
         num_micro = train.gradient_accumulation_steps if num_micro is None else num_micro
-        self.plan = plan_steps(self.num_kept[self.usable].tolist(), train, num_micro)
+        self.plan = plan_steps(self.num_kept[self.usable].tolist(), train, num_micro, num_processes)
 
     def _report_cut(self, train: TrainConfig) -> None:
         if self.num_supervised_tokens == 0:
@@ -136,7 +145,14 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`input_ids`, `position_ids` (1, T); `supervised_S`, `token_rows_S`; `topk_rows_SK`, `topk_logp_SK` if cached."""
-        return self.pack([int(row) for row in self.usable[self.plan.micro_batches[index]]])
+        rows = self.plan.micro_batches[index]
+        if rows:
+            return self.pack([int(row) for row in self.usable[rows]])
+        # The process still has to go through the forward and backward pass with the others.
+        first = index - index % self.plan.num_micro
+        row = next(part[0] for part in self.plan.micro_batches[first : first + self.plan.num_micro] if part)
+        batch = self.pack([int(self.usable[row])])
+        return {name: value[:0] if "_S" in name else value for name, value in batch.items()}
 
     def pack(self, row_indices: Sequence[int]) -> dict[str, Tensor]:
         """One batch of the given rows, end to end."""

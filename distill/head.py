@@ -108,6 +108,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     grad_weight = part_VH if grad_weight is None else grad_weight.add_(part_VH)
                 if grad_bias is not None:
                     grad_bias += grad_CV.sum(0)
+        if wants_weight and grad_weight is None:  # no position at all, and other processes wait for this gradient
+            grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32)
         ctx.grads = [grad_hidden, grad_weight, grad_bias]
         return total
 

@@ -27,8 +27,9 @@ class LossForward:
     def __init__(
         self, draft: PreTrainedModel, target: PreTrainedModel | None, objective: Objective,
         vocab_ids: Sequence[int] | None, compute_dtype: torch.dtype, chunk_tokens: int, *, train_head: bool, is_trimmed: bool,
-        keep_fraction: float = 1.0, liger: bool = False,
+        keep_fraction: float = 1.0, liger: bool = False, target_head: LMHead | None = None,
     ) -> None:
+        """`target_head`: the target's head, where it cannot be read from the target."""
         self.draft, self.target, self.objective = draft, target, objective
         self.rows = None if vocab_ids is None else torch.as_tensor(list(vocab_ids), device=draft.device)
         # Rows to take from the draft's head: all, where it holds the shortlist's only.
@@ -36,7 +37,7 @@ class LossForward:
         self.compute_dtype, self.chunk_tokens = compute_dtype, chunk_tokens
         self.frozen_head = None if train_head else LMHead.of(draft, self.head_ids).to(compute_dtype)
         self.keep_fraction = keep_fraction
-        self.target_head = None if target is None else LMHead.of(target)
+        self.target_head = target_head if target is None or target_head is not None else LMHead.of(target)
         self.liger = liger
         if liger:
             require_fusable(

@@ -55,12 +55,17 @@ class OwnHead:
 
     def restore(self) -> None:
         """Give the draft all V rows for good."""
-        weight_NH, bias_N = self.rows.weight.detach(), self.rows.bias
-        weight_VH = weight_NH.mean(0).expand(self.num_ids, -1).index_copy(0, self.ids_N, weight_NH)
+        self.draft.set_output_embeddings(self.all_rows(self.rows))
+
+    def all_rows(self, rows: nn.Linear) -> nn.Linear:
+        """A head of V rows out of one of N."""
+        weight_NH, bias_N = rows.weight.detach(), rows.bias
+        ids_N = self.ids_N.to(weight_NH.device)
+        weight_VH = weight_NH.mean(0).expand(self.num_ids, -1).index_copy(0, ids_N, weight_NH)
         bias_V = None
         if bias_N is not None:
-            bias_V = bias_N.detach().min().expand(self.num_ids).index_copy(0, self.ids_N, bias_N.detach())
-        self.draft.set_output_embeddings(_linear(weight_VH, bias_V, requires_grad=False))
+            bias_V = bias_N.detach().min().expand(self.num_ids).index_copy(0, ids_N, bias_N.detach())
+        return _linear(weight_VH, bias_V, requires_grad=False)
 
 
 def _linear(weight: Tensor, bias: Tensor | None, *, requires_grad: bool) -> nn.Linear:

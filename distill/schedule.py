@@ -10,6 +10,7 @@ class BudgetClock:
     def __init__(self, max_minutes: float | None) -> None:
         self.max_seconds = None if max_minutes is None else 60.0 * max_minutes
         self.seconds_before = 0.0
+        self._agreed: float | None = None
         self._started = time.monotonic()
 
     def resume_at(self, seconds: float) -> None:
@@ -21,9 +22,14 @@ class BudgetClock:
         """Seconds so far, evaluations and checkpoints included: what the user waits for."""
         return self.seconds_before + time.monotonic() - self._started
 
+    def agree_on(self, seconds: float) -> None:
+        """Go by this time from now on: several processes must have one learning rate, and stop at one step."""
+        self._agreed = seconds
+
     def fraction(self) -> float:
         """Share of the time budget that is used, 0 without one."""
-        return 0.0 if self.max_seconds is None else min(1.0, self.seconds() / self.max_seconds)
+        seconds = self.seconds() if self._agreed is None else self._agreed
+        return 0.0 if self.max_seconds is None else min(1.0, seconds / self.max_seconds)
 
 
 def lr_factor(done: float, *, warmup: float, floor: float) -> float:

@@ -1,9 +1,7 @@
 """Train a draft until a budget is used up, and keep the checkpoint with the best held-out acceptance."""
 
 import hashlib
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel
 
 from distill.checkpoints import CheckpointStore, Progress
 from distill.config import LossConfig, TrainConfig
@@ -19,14 +17,11 @@ from distill.dataset import PackedDataset
 from distill.liger import require_liger
 from distill.own_head import OwnHead
 from distill.preconditions import require_matching_forward
+from distill.processes import Processes
 from distill.schedule import BudgetClock
 from distill.topk import remap_table
 from distill.trainer import DistillTrainer
-
-logger = logging.getLogger(__name__)
-
-AcceptanceOf = Callable[[PreTrainedModel], float]
-OnMetrics = Callable[[dict[str, float], int], None]
+from distill.training_run import AcceptanceOf, OnMetrics, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ def train_draft(
     vocab_ids: Sequence[int] | None = None,
     train_head: bool = False,
     reference_losses: Sequence[np.ndarray] | None = None,
+    processes: Processes | None = None,
 ) -> TrainResult:
     """Distil into `draft` (trained in place, in fp32) and return where its best version lies.
 
@@ -63,6 +59,8 @@ def train_draft(
     `on_metrics(metrics, step)` gets `loss`, `learning_rate`, `grad_norm`, `tokens_per_second` (supervised tokens) and, when
     evaluated, `acceptance_rate`.
     `reference_losses` (`distill.reference`), one array per row, are what `train.token_selection` selects by.
+    `processes`: those of a launched training, each of which makes this call with the same arguments. Process 0 alone measures,
+    writes and reports; `acceptance_of` and `on_metrics` of the others are not called. A sharded draft stays in parts.
 
     A call that was killed goes on from its last checkpoint when repeated with the same arguments, and for budgets in
     steps or epochs gives the weights of an undisturbed one; a complete one returns its result at once. Raises ValueError
@@ -73,13 +71,17 @@ def train_draft(
     _check_reference(train, reference_losses, train_rows)
     if train.liger:
         require_liger()
-    store = CheckpointStore(Path(output_dir), _describe(draft, train_rows, loss, train, vocab_ids, train_head))
+    processes = processes or Processes()
+    call = _describe(draft, train_rows, loss, train, vocab_ids, train_head)
+    store = processes.main_first(lambda: CheckpointStore(Path(output_dir), call))
     if store.result() is not None:
         return _result(store)
     saved_dtype = draft.dtype
     draft.float()
     table = _head_rows(draft, vocab_ids)
-    dataset = PackedDataset(train_rows, train, table, with_topk=loss.teacher == "cached")
+    dataset = PackedDataset(
+        train_rows, train, table, with_topk=loss.teacher == "cached", num_processes=processes.count
+    )
     dataset.reference_losses = reference_losses
     live_target = target if loss.teacher == "online" else None
     for model in (draft, *([] if live_target is None else [live_target])):
@@ -87,92 +89,46 @@ def train_draft(
     own_head = OwnHead(draft, vocab_ids) if train_head else None
     clock = BudgetClock(train.max_minutes)
     found = store.latest()
-    run = _Run(
-        progress=Progress() if found is None else found[1], store=store, clock=clock, dataset=dataset, train=train,
-        saved_dtype=saved_dtype, acceptance_of=acceptance_of, on_metrics=on_metrics, own_head=own_head,
+    run = TrainingRun(
+        progress=_start(found, processes), store=store, clock=clock, dataset=dataset, train=train, saved_dtype=saved_dtype,
+        acceptance_of=acceptance_of, on_metrics=on_metrics, own_head=own_head, processes=processes,
     )
     trainer = DistillTrainer(
         draft, dataset, loss=loss, train=train, checkpoint_dir=store.checkpoint_dir, clock=clock,
-        target=live_target, vocab_ids=vocab_ids, own_head=own_head, callbacks=[run], publish=run.publish,
+        target=live_target, vocab_ids=vocab_ids, own_head=own_head, processes=processes, callbacks=[run],
+        publish=run.publish,
     )
+    run.whole = trainer.whole
     clock.resume_at(run.progress.seconds)
+    run.agree_on_time()
     try:
         trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
-        run.finish(draft)
+        run.finish()
     finally:
         trainer.loss_forward.uninstall()
-        if own_head is not None:
+        if own_head is not None and not processes.shards:
             own_head.restore()
     return _result(store)
 
 
-class _Run(TrainerCallback):
-    """Evaluates, keeps the best draft, asks for checkpoints and ends the run with its budget."""
+def trained_result(output_dir: Path) -> TrainResult | None:
+    """What a complete call of `train_draft` left in `output_dir`; None when it is not complete."""
+    store = CheckpointStore(Path(output_dir), None)
+    return None if store.result() is None else _result(store)
 
-    def __init__(
-        self, *, progress: Progress, store: CheckpointStore, clock: BudgetClock, dataset: PackedDataset, train: TrainConfig,
-        saved_dtype: torch.dtype, acceptance_of: AcceptanceOf, on_metrics: OnMetrics, own_head: OwnHead | None,
-    ) -> None:
-        self.progress, self.store, self.clock, self.dataset, self.train = progress, store, clock, dataset, train
-        self.saved_dtype, self.acceptance_of, self.on_metrics = saved_dtype, acceptance_of, on_metrics
-        self.own_head = own_head
-        self.seconds_logged, self.tokens_logged = clock.seconds(), progress.num_supervised_tokens
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if not self.progress.curve:
-            self._evaluate(kwargs["model"])
-        self.seconds_logged = self.clock.seconds()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.progress.step = state.global_step
-        self.progress.num_supervised_tokens += self.dataset.num_tokens_of_step(state.global_step - 1)
-        control.should_training_stop |= self.clock.fraction() >= 1.0
-        if state.global_step % self.train.eval_every_steps == 0:
-            self._evaluate(kwargs["model"])
-        if state.global_step % self.train.checkpoint_every_steps == 0:
-            control.should_save = True
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs:
-            return
-        seconds, tokens = self.clock.seconds(), self.progress.num_supervised_tokens
-        metrics: dict[str, float] = {name: float(logs[name]) for name in ("loss", "learning_rate", "grad_norm") if name in logs}
-        metrics["tokens_per_second"] = (tokens - self.tokens_logged) / max(seconds - self.seconds_logged, 1e-9)
-        self.seconds_logged, self.tokens_logged = seconds, tokens
-        self.on_metrics(metrics, state.global_step)
-
-    def publish(self) -> None:
-        """Called when the trainer has written a checkpoint."""
-        self.progress.seconds = self.clock.seconds()
-        self.store.publish(self.progress)
-
-    def finish(self, model: PreTrainedModel) -> None:
-        """Evaluate the last weights, if they were not yet, and mark the run complete."""
-        if self.progress.curve[-1][0] != self.progress.step:
-            self._evaluate(model)
-        self.progress.seconds = self.clock.seconds()
-        self.store.finish(self.progress)
-
-    def _evaluate(self, model: PreTrainedModel) -> None:
-        started = self.clock.seconds()
-        bf16 = self.train.autocast_dtype == "bfloat16"
-        model.eval()
-        # The caller's random draws must not move the training's own, or a resumed run would differ.
-        autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
-        step, before = self.progress.step, self.progress.best
-        with nullcontext() if self.own_head is None else self.own_head.whole():
-            with torch.random.fork_rng(), torch.no_grad(), autocast:
-                acceptance = float(self.acceptance_of(model))
-            if before is None or acceptance > before[1]:
-                self.store.save_best(model, step, self.saved_dtype)
-        self.progress.curve.append((step, acceptance))
-        self.seconds_logged += self.clock.seconds() - started
-        self.on_metrics({"acceptance_rate": acceptance}, step)
+def _start(found: tuple[Path, Progress] | None, processes: Processes) -> Progress:
+    """Progress to go on from; raises ValueError where the engine cannot read its checkpoint."""
+    progress = Progress() if found is None else found[1]
+    wrote, reads = (progress.engine, progress.num_processes), (processes.engine, processes.count)
+    if found is not None and wrote != reads and "deepspeed" in (progress.engine, processes.engine):
+        raise ValueError(
+            f"launch.engine={processes.engine} with {processes.count} processes cannot go on from the checkpoint that "
+            f"{progress.num_processes} processes wrote with launch.engine={progress.engine}: DeepSpeed's are for the same number "
+            f"only. Launch it as before, or delete {found[0].parent} to train anew"
+        )
+    progress.engine, progress.num_processes = reads
+    return progress
 
 
 def _check(

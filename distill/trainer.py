@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, Trainer
 from trl import SFTConfig, SFTTrainer
@@ -19,8 +20,13 @@ from distill.dataset import PackedDataset
 from distill.loss_forward import LossForward
 from distill.objective import Objective
 from distill.own_head import OwnHead
+from distill.processes import Processes
 from distill.schedule import BudgetClock, lr_factor
+from distill.sharding import WholeCopy, load_state, save_state, shard, shard_teacher
 from distill.trainer_settings import fixed_settings
+
+#: In a checkpoint: the folder of weights and optimiser state, and the scheduler's file.
+STATE, SCHEDULER = "state", "scheduler.pt"
 
 
 class DistillTrainer(SFTTrainer):
@@ -30,6 +36,9 @@ class DistillTrainer(SFTTrainer):
     optimiser step, so the gradient does not depend on how the step is split. Weights stay fp32; the forward pass runs in
     `train.autocast_dtype`; softmax and loss are fp32. `vocab_ids` (sorted) trims the head to these rows; with `own_head` the
     draft's head has them already, and is trained.
+
+    With several processes the divisor counts the tokens of all of them. Their checkpoints hold weights and optimiser state in
+    parts and can be resumed by any number of processes, under ddp or fsdp (deepspeed writes its own).
     """
 
     def __init__(
@@ -44,10 +53,11 @@ class DistillTrainer(SFTTrainer):
         target: PreTrainedModel | None = None,
         vocab_ids: Sequence[int] | None = None,
         own_head: OwnHead | None = None,
+        processes: Processes | None = None,
         callbacks: Sequence[Any] = (),
         publish: Callable[[], None] = lambda: None,
     ) -> None:
-        self.publish = publish
+        self.processes, self.publish = processes or Processes(), publish
         self.packed = dataset
         self.lr_scheduler: Any
         self.train_config = train
@@ -67,13 +77,30 @@ class DistillTrainer(SFTTrainer):
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
         _set_embeddings_trainable(draft, embeddings=train.train_embeddings, head=train.train_embeddings or own_head is not None)
-        target = None if target is None else target.to(draft.device)
+        target_head = None
+        if target is not None and self.processes.engine == "fsdp":
+            target_head = shard_teacher(target, draft.device)
+        elif target is not None:
+            target = target.to(draft.device)
         self.loss_forward = LossForward(
             draft, target, Objective(loss), vocab_ids, self.compute_dtype, train.head_chunk_tokens,
             train_head=train.train_embeddings or own_head is not None, is_trimmed=own_head is not None,
-            keep_fraction=train.token_selection.keep_fraction, liger=train.liger,
+            keep_fraction=train.token_selection.keep_fraction, liger=train.liger, target_head=target_head,
         )
         self.loss_forward.install()
+        self.whole_copy = WholeCopy(draft, own_head)
+        if self.processes.engine == "fsdp":
+            shard(draft)
+            # What Transformers calls a model that comes sharded: nothing shall wrap it, or move it, any more.
+            self.is_distributed_loading_by_transformers = True
+
+    def whole(self) -> PreTrainedModel | None:
+        """The draft as it is now, whole, in process 0. All must call it: what is sharded is gathered."""
+        draft: PreTrainedModel | None = self.model
+        if not self.processes.shards:
+            return draft
+        state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_deepspeed_enabled else None
+        return self.whole_copy.gather(state)
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -94,6 +121,7 @@ class DistillTrainer(SFTTrainer):
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         _require_finite("gradient norm", norm, self.state.global_step + 1)
         return norm
 
@@ -127,6 +155,27 @@ class DistillTrainer(SFTTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(Path(self.args.output_dir) / "incoming")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Nothing: a checkpoint's weights lie beside the optimiser's state."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_state(Path(output_dir) / STATE, self.model, self.optimizer.optimizer)
+        if self.processes.is_main:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Nothing yet: weights are read with the optimiser's state, when both are where they shall be."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_state(Path(checkpoint) / STATE, self.model, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write to `incoming`, then let `publish` rename it, so that a kill leaves the last checkpoint whole.

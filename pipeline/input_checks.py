@@ -11,6 +11,7 @@ from pipeline.bench_prompts import check_prompt_file
 from pipeline.corpus import check_prompts
 from pipeline.corpus.mixture import check_sources
 from pipeline.initial_draft import check_draft_settings
+from pipeline.launch import check_launch
 from pipeline.models import DTYPES, ModelRef, load_tokenizer, obtain_model, resolve_target
 from pipeline.pair import check_start_draft
 from pipeline.schema import Config
@@ -37,6 +38,7 @@ def check_inputs(config: Config) -> None:
         raise ValueError(
             "export.push=true: not logged in to Hugging Face; run `hf auth login`, or set export.push=false"
         )
+    check_launch(config)
     # Opens them and reads one row each; here already, since the target may have to be fetched first.
     check_sources(config.corpus)
     for field, prompts in (("eval.prompts", config.eval.prompts), ("bench.prompts", config.bench.prompts)):

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
-from distill.config import DraftConfig, LossConfig, TrainConfig
+from distill.config import ENGINES, DraftConfig, LossConfig, TrainConfig
 from eval.config import BenchConfig, EvalConfig
 from specdec_runtime.config import DecoderConfig
 
@@ -187,6 +187,25 @@ class CorpusConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """How the distill stage's training is spread over the processes of this machine; null: it is one process.
+
+    No part of a fingerprint: the draft does not depend on it.
+    """
+
+    engine: Optional[str] = None
+    num_processes: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if self.engine is not None and self.engine not in ENGINES:
+            raise ValueError(f"launch.engine={self.engine!r}: choose from {list(ENGINES)}, or null for one process")
+        if self.engine is None and self.num_processes is not None:
+            raise ValueError(f"launch.num_processes={self.num_processes}: say how they work together, launch.engine=ddp for one")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise ValueError(f"launch.num_processes={self.num_processes}: must be at least 1, or null for one on each GPU")
+
+
+@dataclass
 class TrackingConfig:
     enabled: bool = True
     uri: str = "sqlite:///mlflow.db"
@@ -230,6 +249,7 @@ class Config:
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     runtime: DecoderConfig = field(default_factory=DecoderConfig)

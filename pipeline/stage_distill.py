@@ -3,22 +3,24 @@
 import gc
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from eval.held_out import HeldOutAcceptance
 from pipeline.context import StageContext
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
+from pipeline.launch import LAUNCH, prepare_launch, train_launched
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
-from pipeline.training_phases import ON_POLICY, REFERENCE, load_target, phase_figures, train_in_phases
+from pipeline.training_phases import ON_POLICY, REFERENCE, Trained, load_target, phase_figures, train_in_phases
 
 
 def run_distill(context: StageContext) -> dict[str, object]:
@@ -29,9 +31,7 @@ def run_distill(context: StageContext) -> dict[str, object]:
     parts = corpus_parts(context)
     start = _prepare(context, parts)
     _free_memory()
-    trained = train_in_phases(
-        start.context, start.draft, parts.train, target=start.live_target, vocab_ids=start.vocab_ids, acceptance_of=start.acceptance_of
-    )
+    trained = start.train()
     _replace_folder(trained.best_dir, context.work_dir / "draft")
     log_training_curve(context.tracker, trained.offline.curve)
     record = {
@@ -46,22 +46,20 @@ def run_distill(context: StageContext) -> dict[str, object]:
         "initial_draft": start.init,
     }
     write_json(finished, record)
-    for leftover in ("checkpoints", CANDIDATES, REFERENCE, ON_POLICY, *(path.name for path in context.work_dir.glob("best-*"))):
+    for leftover in ("checkpoints", LAUNCH, CANDIDATES, REFERENCE, ON_POLICY, *(path.name for path in context.work_dir.glob("best-*"))):
         shutil.rmtree(context.work_dir / leftover, ignore_errors=True)
     return _figures_of(record)
 
 
 @dataclass(frozen=True)
 class _Start:
-    """What training begins with. `context`: with the chosen size of the head; `live_target`: only where the loss asks it."""
+    """What training begins with. `context`: with the chosen size of the head. `train` has the models that training needs."""
 
     context: StageContext
-    draft: PreTrainedModel
     init: dict[str, Any]
     vocab_ids: list[int] | None
     shortlist_choice: dict[str, Any] | None
-    acceptance_of: HeldOutAcceptance
-    live_target: PreTrainedModel | None
+    train: Callable[[], Trained]
 
 
 def _prepare(context: StageContext, parts: CorpusParts) -> _Start:
@@ -71,8 +69,14 @@ def _prepare(context: StageContext, parts: CorpusParts) -> _Start:
     config, vocab_ids = context.config, shortlist(context, parts.train)
     acceptance_of = HeldOutAcceptance(target, parts.validation, temperatures=share_temperatures(config.corpus), vocab_ids=vocab_ids)
     draft, init = obtain_initial_draft(context, target, parts.train, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
+    if config.launch.engine is not None:
+        prepare_launch(context, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
+        return _Start(context, init, vocab_ids, choice, partial(train_launched, context))
     live_target = target if config.loss.teacher == "online" else None
-    return _Start(context, draft, init, vocab_ids, choice, acceptance_of, live_target)
+    train = partial(
+        train_in_phases, context, draft, parts.train, target=live_target, vocab_ids=vocab_ids, acceptance_of=acceptance_of
+    )
+    return _Start(context, init, vocab_ids, choice, train)
 
 
 def _free_memory() -> None:

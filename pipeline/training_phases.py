@@ -53,7 +53,7 @@ def train_in_phases(
         draft, rows, train=train, output_dir=context.work_dir, target=target, reference_losses=losses,
         on_metrics=context.tracker.log_metrics, **common,
     )
-    record: dict[str, Any] = {**asdict(offline), "on_policy": None}
+    record: dict[str, Any] = {**asdict(offline), "on_policy": None, "launch": None}
     if not train.on_policy.enabled:
         return Trained(offline.best_dir, offline, record)
     result = train_on_policy(

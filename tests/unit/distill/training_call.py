@@ -22,7 +22,7 @@ class Killed(BaseException):
 def train(
     draft: PreTrainedModel, rows: Dataset, output_dir: Path, *, loss: LossConfig | None = None, curve: list[float] | None = None,
     target: PreTrainedModel | None = None, vocab_ids: list[int] | None = None, train_head: bool = False, on_metrics=None,
-    acceptance_of: Callable[[PreTrainedModel], float] | None = None, reference_losses=None, **settings: object,
+    acceptance_of: Callable[[PreTrainedModel], float] | None = None, reference_losses=None, processes=None, **settings: object,
 ) -> TrainResult:
     """`curve` is what successive evaluations give; the last value stays."""
     values = list(curve or [0.0])
@@ -30,7 +30,7 @@ def train(
         draft, rows, loss=loss or LossConfig(), train=TrainConfig(**{**FAST, **settings}), output_dir=output_dir, target=target,
         vocab_ids=vocab_ids, train_head=train_head, reference_losses=reference_losses,
         acceptance_of=acceptance_of or (lambda model: values.pop(0) if len(values) > 1 else values[0]),
-        on_metrics=on_metrics or (lambda metrics, step: None),
+        processes=processes, on_metrics=on_metrics or (lambda metrics, step: None),
     )
 
 

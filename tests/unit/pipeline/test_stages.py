@@ -40,6 +40,7 @@ def changed(first: dict[str, str], second: dict[str, str]) -> set[str]:
         ("preflight.num_repeats=7", {"preflight", "export"}),
         ("target.dtype=float16", {"preflight", "corpus", "distill", "eval", "bench", "export"}),
         ("artifacts_dir=elsewhere", set()),
+        ("launch.engine=fsdp", set()),
         ("tracking=off", set()),
         ("tracking.uri=http://127.0.0.1:1", set()),
         ("stages=[corpus]", set()),
