@@ -129,7 +129,8 @@ def _cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model in another dtype, for saving: its config then states the dtype of the weights beside it."""
     state = {name: tensor.detach().to(dtype) for name, tensor in model.state_dict().items()}
     config = copy.deepcopy(model.config)
-    config.dtype = dtype
+    for part in (config, config.get_text_config()):
+        part.dtype = dtype
     with torch.device("meta"):
         # Not from_config, which under DeepSpeed would shard it, and wait for the other processes.
         shell: PreTrainedModel = type(model)(config)

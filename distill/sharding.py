@@ -4,6 +4,9 @@ Legend: V ids of the vocabulary, N ids of the shortlist, H hidden size.
 """
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +111,21 @@ def _copy_buffers(source: nn.Module, whole: nn.Module) -> None:
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write weights and optimiser state, each process its part; with one process the whole. All must call it."""
     weights, moments = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    with _one_process_is_meant():
+        checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read what `save_state` wrote, however many processes wrote it and however they held the model."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
-    checkpoint.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    with _one_process_is_meant():
+        checkpoint.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield

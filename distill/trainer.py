@@ -174,6 +174,8 @@ class DistillTrainer(SFTTrainer):
         if checkpoint is None or self.is_deepspeed_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        if not (Path(checkpoint) / STATE).is_dir():
+            raise ValueError(f"{checkpoint} was written by another version of this program: delete it to train anew")
         load_state(Path(checkpoint) / STATE, self.model, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 

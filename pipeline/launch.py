@@ -5,7 +5,6 @@ held-out rows), writes it beside, frees its models, and waits; the processes are
 derived from lies in the stage's folder, so a killed run is resumed like any other, also on another number of processes.
 """
 
-import gc
 import importlib.util
 import json
 import os
@@ -24,12 +23,12 @@ from distill.config import LossConfig, TrainConfig
 from distill.train import trained_result
 from pipeline.config import conf_dir
 from pipeline.context import StageContext
-from pipeline.processes import process_mark
+from pipeline.processes import is_alive, process_mark
 from pipeline.schema import Config
 from pipeline.training_phases import Trained
 
 #: The folder of a launched training in the stage's folder, and what lies there.
-LAUNCH, CALL, HELD_OUT, METRICS = "launch", "call.pt", "held_out.pt", "metrics.jsonl"
+LAUNCH, CALL, HELD_OUT, METRICS, LAUNCHER = "launch", "call.pt", "held_out.pt", "metrics.jsonl", "launcher"
 POLL_SECONDS = 0.5
 #: Exceptions that a process reports by kind and message, and that are raised again here.
 REPORTED = {"ValueError": ValueError, "FloatingPointError": FloatingPointError}
@@ -72,6 +71,11 @@ def check_launch(config: Config) -> None:
             "loss.teacher=online with launch.engine=deepspeed: it would not shard the live target; train from the corpus's cached "
             "top-k (loss.teacher=cached), or use launch.engine=fsdp"
         )
+    if engine != "deepspeed" and _num_processes(config) == 1:
+        raise ValueError(
+            f"launch.engine={engine} needs two processes or more (launch.num_processes; without it there is one for each of the "
+            f"{torch.cuda.device_count()} GPUs); for one process, set launch.engine=null"
+        )
     if engine != "ddp" and train.liger:
         raise ValueError(f"train.liger=true with launch.engine={engine}: set train.liger=false, or use launch.engine=ddp")
     if engine == "deepspeed" and (config.draft.has_own_head or train.train_embeddings):
@@ -82,6 +86,18 @@ def check_launch(config: Config) -> None:
     for name, enabled in (("token_selection", train.token_selection.enabled), ("on_policy", train.on_policy.enabled)):
         if enabled:
             raise ValueError(f"train.{name} works in one process only: leave it out, or set launch.engine=null")
+
+
+def _num_processes(config: Config) -> int:
+    return config.launch.num_processes or torch.cuda.device_count()
+
+
+def wait_for_launched(work_dir: Path) -> None:
+    """Wait for the processes of a killed pipeline: they notice within a second, and write to its folder until then."""
+    path = work_dir / LAUNCH / LAUNCHER
+    mark = path.read_text() if path.is_file() else ""
+    while is_alive(mark):
+        time.sleep(POLL_SECONDS)
 
 
 def prepare_launch(
@@ -110,15 +126,13 @@ def train_launched(context: StageContext) -> Trained:
         ValueError, FloatingPointError: what a process raised.
         RuntimeError: they ended otherwise.
     """
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     launch, folder = context.config.launch, context.work_dir / LAUNCH
-    num_processes = launch.num_processes or torch.cuda.device_count()
+    num_processes = _num_processes(context.config)
     reported = 0
     # In a session of its own, so that Ctrl-C reaches this process only, which then ends the others.
     process = subprocess.Popen(launch_command(str(launch.engine), num_processes, context.work_dir), start_new_session=True)
     try:
+        (folder / LAUNCHER).write_text(process_mark(process.pid))
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             reported = _log_new(context, folder / METRICS, reported)

@@ -11,6 +11,8 @@ def process_mark(pid: int) -> str:
 def is_alive(mark: str) -> bool:
     """Whether the process that this mark was made for still runs on this machine."""
     try:
-        return process_mark(int(mark.partition("@")[0])) == mark
+        pid = int(mark.partition("@")[0])
+        # A zombie is dead; its parent, often a container's first process, has not asked for its exit code.
+        return process_mark(pid) == mark and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (ValueError, psutil.Error):
         return False

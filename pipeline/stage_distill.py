@@ -16,7 +16,7 @@ from pipeline.context import StageContext
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
-from pipeline.launch import LAUNCH, prepare_launch, train_launched
+from pipeline.launch import LAUNCH, prepare_launch, train_launched, wait_for_launched
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
@@ -25,6 +25,7 @@ from pipeline.training_phases import ON_POLICY, REFERENCE, Trained, load_target,
 
 def run_distill(context: StageContext) -> dict[str, object]:
     """Write `undistilled/` and `draft/` (Hugging Face folders) and `train.json` (what export and eval read)."""
+    wait_for_launched(context.work_dir)
     finished = context.work_dir / "train.json"
     if finished.is_file():  # killed while it cleaned up
         return _figures_of(json.loads(finished.read_text(encoding="utf-8")))

@@ -139,11 +139,19 @@ def _acquire(path: Path, stage: str) -> int:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             print(f"{stage}: process {holder} does this same work; waiting for it to end", flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+        if _is_at(path, descriptor):
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             return descriptor
         os.close(descriptor)  # its holder finished and removed the file while we waited
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one at `path`; if not, others may remove that one at any moment."""
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

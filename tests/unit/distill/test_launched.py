@@ -35,14 +35,14 @@ def call(output_dir: Path, kind: str, *, kill_at: int | None = None) -> Callable
     """A training whose measurements rise, so that the last weights are kept; each reported loss is appended to a file."""
 
     def run(processes: Processes) -> None:
-        num_measured = 0
+        measured = output_dir.parent / f"{output_dir.name}.measured"
 
         def acceptance_of(model: torch.nn.Module) -> float:
-            nonlocal num_measured
-            num_measured += 1
             # Nothing may wait for the others in here, and the model is whole.
             assert not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-            return 0.1 * num_measured
+            with measured.open("a") as stream:
+                stream.write("once\n")
+            return 0.1 * len(measured.read_text().splitlines())
 
         def on_metrics(metrics: dict[str, float], step: int) -> None:
             if "loss" in metrics:

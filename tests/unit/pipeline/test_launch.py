@@ -1,7 +1,9 @@
 """What `launch` refuses, and how processes are started, followed and read back."""
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,8 +14,17 @@ import yaml
 from pipeline import launch
 from pipeline.config import conf_dir
 from pipeline.context import StageContext
-from pipeline.launch import LAUNCH, METRICS, check_launch, launch_command, train_launched
+from pipeline.launch import (
+    LAUNCH,
+    LAUNCHER,
+    METRICS,
+    check_launch,
+    launch_command,
+    train_launched,
+    wait_for_launched,
+)
 from pipeline.models import ModelRef
+from pipeline.processes import process_mark
 from pipeline.tracker import Tracker
 from tests.conftest import Composer
 
@@ -22,6 +33,7 @@ from tests.conftest import Composer
     ("overrides", "message"),
     [
         (["launch.engine=ddp"], "set launch.num_processes"),
+        (["launch.engine=ddp", "launch.num_processes=1"], "set launch.engine=null"),
         (["launch.engine=deepspeed", "launch.num_processes=2"], "install the extra `deepspeed`"),
         (["launch.engine=fsdp", "launch.num_processes=2", "train.liger=true"], "train.liger=false"),
         (["launch.engine=ddp", "launch.num_processes=2", "train.on_policy.max_steps=1"], "train.on_policy"),
@@ -118,3 +130,15 @@ def test_processes_that_die_say_how_to_go_on(context: StageContext, monkeypatch:
     pretend(monkeypatch, "raise SystemExit(9)")
     with pytest.raises(RuntimeError, match="exit code 9.*goes on from its last"):
         train_launched(context)
+
+
+def test_what_a_killed_pipeline_left_running_is_waited_for(tmp_path: Path) -> None:
+    """Until the launcher is dead; nobody has asked for its exit code, so its entry in the table of processes stays."""
+    wait_for_launched(tmp_path)
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
+    (tmp_path / LAUNCH).mkdir()
+    (tmp_path / LAUNCH / LAUNCHER).write_text(process_mark(launcher.pid))
+    started = time.monotonic()
+    wait_for_launched(tmp_path)
+    assert time.monotonic() - started > 0.5
+    assert launcher.poll() == 0

@@ -89,6 +89,26 @@ def _take_lock(root: Path) -> None:
         (root / "taken").write_text(str(os.getpid()))
 
 
+def test_eight_processes_take_the_same_lock_in_turn(tmp_path: Path) -> None:
+    """Each removes the file as it gives the lock up, while others open it, wait on it, or look whether it is still there."""
+    (tmp_path / "count").write_text("0")
+    processes = [multiprocessing.get_context("fork").Process(target=_count, args=(tmp_path,)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert (tmp_path / "count").read_text() == str(8 * 100)
+    assert not list(tmp_path.glob("corpus/*.lock"))
+
+
+def _count(root: Path) -> None:
+    store = Store(root)
+    for _ in range(100):
+        with store.lock("corpus", "a" * 64):
+            (root / "count").write_text(str(int((root / "count").read_text()) + 1))
+
+
 def test_record_is_plain_json(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.work_dir("corpus", "a" * 64).mkdir(parents=True)
