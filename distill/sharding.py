@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
@@ -112,15 +113,15 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     """Write weights and optimiser state, each process its part; with one process the whole. All must call it."""
     weights, moments = get_state_dict(model, optimizer)
     with _one_process_is_meant():
-        checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read what `save_state` wrote, however many processes wrote it and however they held the model."""
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     with _one_process_is_meant():
-        checkpoint.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -19,7 +19,8 @@ from distill.draft_init import (
     select_layers,
     sized_config,
 )
-from distill.train import AcceptanceOf, train_draft
+from distill.train import train_draft
+from distill.training_run import AcceptanceOf
 from pipeline.context import StageContext
 from pipeline.models import load_causal_lm, obtain_model
 from pipeline.schema import Config
