@@ -1,4 +1,10 @@
-"""Telling a living process from one that was killed."""
+"""Telling a living process from one that was killed, and one process at a time."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -16,3 +22,14 @@ def is_alive(mark: str) -> bool:
         return process_mark(pid) == mark and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (ValueError, psutil.Error):
         return False
+
+
+@contextmanager
+def folder_held(folder: Path) -> Iterator[None]:
+    """One process at a time for each folder, which has to be there. A holder that dies lets go."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

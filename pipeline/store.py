@@ -131,13 +131,16 @@ class Store:
 
 
 def _acquire(path: Path, stage: str) -> int:
+    is_told = False
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            print(f"{stage}: process {holder} does this same work; waiting for it to end", flush=True)
+            if not is_told:
+                print(f"{stage}: process {holder} does this same work; waiting for it to end", flush=True)
+            is_told = True
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if _is_at(path, descriptor):
             os.truncate(descriptor, 0)

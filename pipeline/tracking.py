@@ -11,13 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
-from pipeline.processes import is_alive, process_mark
+from pipeline.processes import folder_held, is_alive, process_mark
 from pipeline.schema import Config, TrackingConfig
 from pipeline.store import UNFINISHED
 from pipeline.tracker import Tracker, flatten
@@ -98,8 +98,9 @@ class MlflowTracker(Tracker):
         self.settings: TrackingConfig = config.tracking
         self.parent_id = self.run_id = self.experiment_id = ""
         prepare_environment(self.settings.timeout_s)
-        self.client = _connect(self.settings)
-        self._open(config)
+        with _one_at_a_time(self.settings.uri):
+            self.client = _connect(self.settings)
+            self._open(config)
 
     @property
     def _client(self) -> "MlflowClient":
@@ -126,7 +127,13 @@ class MlflowTracker(Tracker):
         # A database names no place for files, and mlflow would make ./mlruns; a server has its own place.
         is_database = urlsplit(self.settings.uri).scheme not in ("http", "https", "databricks")
         place = (Path(config.artifacts_dir).absolute() / "mlflow").as_uri() if is_database else None
-        return str(self._client.create_experiment(self.settings.experiment, artifact_location=place))
+        try:
+            return str(self._client.create_experiment(self.settings.experiment, artifact_location=place))
+        except Exception:  # another process may have been quicker
+            found = self._client.get_experiment_by_name(self.settings.experiment)
+            if found is None:
+                raise
+            return str(found.experiment_id)
 
     def _end_dead_runs(self) -> None:
         """Runs of this machine whose process was killed would stay RUNNING for ever."""
@@ -274,6 +281,12 @@ def prepare_environment(timeout_s: float) -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _one_at_a_time(uri: str) -> AbstractContextManager[None]:
+    """For a SQLite file: mlflow makes its tables step by step, and fails when another process does so at the same time."""
+    folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
+    return folder_held(folder) if uri.startswith("sqlite:///") and folder.is_dir() else nullcontext()
 
 
 def _connect(settings: TrackingConfig) -> "MlflowClient | None":

@@ -1,6 +1,7 @@
 """MLflow gets the whole story; without a server nothing but a warning is different."""
 
 import logging
+import multiprocessing
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from pipeline.schema import Config
 from pipeline.tracker import MAX_PARAM_CHARS, Tracker, flatten
 from pipeline.tracking import MlflowTracker, open_tracker
 from tests.conftest import Composer
@@ -207,3 +209,20 @@ def test_flatten_keeps_values_within_what_servers_take() -> None:
         "d": "x" * (MAX_PARAM_CHARS - 3) + "...",
         "e": "true",
     }
+
+
+def test_processes_that_make_the_database_together_are_all_recorded(make_config: Composer, tmp_path: Path) -> None:
+    """Each would add the same tables and columns, and go on without tracking when one is there already."""
+    place = Place(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
+    config = make_config(*place.overrides)
+    processes = [multiprocessing.get_context("fork").Process(target=_track, args=(config,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert [run.info.status for run in place.runs()] == ["FINISHED"] * 4
+
+
+def _track(config: Config) -> None:
+    with open_tracker(config):
+        pass
