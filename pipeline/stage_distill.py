@@ -20,7 +20,14 @@ from pipeline.launch import LAUNCH, prepare_launch, train_launched, wait_for_lau
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
-from pipeline.training_phases import ON_POLICY, REFERENCE, Trained, load_target, phase_figures, train_in_phases
+from pipeline.training_phases import (
+    ON_POLICY,
+    REFERENCE,
+    Trained,
+    load_target,
+    phase_figures,
+    train_in_phases,
+)
 
 
 def run_distill(context: StageContext) -> dict[str, object]:
