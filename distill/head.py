@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+#: Rows of the head's gradient that are added at a time: a whole second one would be a visible share of the peak.
+GRAD_BLOCK_ROWS = 8192
 # (logits_CV fp32, first position, end position) -> loss_C
 ChunkLoss = Callable[[Tensor, int, int], Tensor]
 
@@ -85,11 +87,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         ctx, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, head: LMHead, loss_of: ChunkLoss,
         chunk_tokens: int, compute_dtype: torch.dtype,
     ) -> Tensor:
-        wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        wants_weight, wants_bias = ctx.needs_input_grad[1:3]
         weight = weight_VH.to(compute_dtype)
         cast = LMHead(weight, bias_V, head.scale, head.softcap)
         grad_hidden = torch.empty_like(hidden_SH)
-        grad_weight: Tensor | None = None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and wants_bias else None
         total = hidden_SH.new_zeros((), dtype=torch.float32)
         with torch.autocast(hidden_SH.device.type, enabled=False):
@@ -103,9 +105,10 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 total += loss.detach()
                 low_CV = grad_CV.to(compute_dtype)
                 grad_hidden[start:end] = low_CV @ weight
-                if wants_weight:
-                    part_VH = (low_CV.T @ hidden_CH).float()
-                    grad_weight = part_VH if grad_weight is None else grad_weight.add_(part_VH)
+                if grad_weight is not None:
+                    for rows in range(0, grad_weight.shape[0], GRAD_BLOCK_ROWS):
+                        block = slice(rows, rows + GRAD_BLOCK_ROWS)
+                        grad_weight[block].add_(low_CV[:, block].T @ hidden_CH)
                 if grad_bias is not None:
                     grad_bias += grad_CV.sum(0)
         if wants_weight and grad_weight is None:  # no position at all, and other processes wait for this gradient
