@@ -193,7 +193,7 @@ class TrainConfig:
     tokens_per_step: int = 512
     gradient_accumulation_steps: int = 1
     max_sequence_tokens: int = 512
-    head_chunk_tokens: int = 128
+    head_chunk_tokens: int = 64
     train_embeddings: bool = False
     autocast_dtype: str = "bfloat16"
     eval_every_steps: int = 100
