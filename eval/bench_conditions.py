@@ -13,6 +13,7 @@ from specdec_runtime.backends.hf_generate import HFGenerate
 from specdec_runtime.backends.native import NativeBackend
 from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.config import DecoderConfig
+from specdec_runtime.medusa_heads import MedusaHeads
 
 NO_DRAFT = "none"
 NGRAM = "ngram"  # proposals that are looked up in the text, without a draft
@@ -128,6 +129,8 @@ class BackendFactory:
             config = replace(config, drafter="ngram", draft_confidence=0.0)
             return NativeBackend(self.target, None, config)
         draft = self.drafts[condition.draft]
+        if isinstance(draft.model, MedusaHeads):
+            return NativeBackend(self.target, draft.model, replace(config, drafter="medusa"))
         if condition.backend == "hf_assisted":
             return HFAssisted(self.target, draft.model, num_speculative_tokens=condition.gamma)
         return NativeBackend(self.target, draft.model, config, draft_vocab_ids=draft.vocab_ids)

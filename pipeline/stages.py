@@ -141,6 +141,8 @@ NOT_IN_FINGERPRINT = frozenset(
         "preflight.min_free_disk_gib",
     }
 )
+#: Settings that came later: null, which is what was done before, leaves a fingerprint as it was.
+NOT_IN_FINGERPRINT_IF_NULL = frozenset({"draft.num_heads"})
 #: Settings of a group that not all of its readers read; those that do name them one by one.
 NOT_IN_GROUP = frozenset({"corpus.held_out_fraction", "draft.expected_acceptance"})
 
@@ -165,7 +167,10 @@ def config_subtree(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, A
             continue
         fields = {f"{group}.{field}": value for field, value in values[group].items()}
         subtree |= {
-            field: value for field, value in fields.items() if field not in NOT_IN_FINGERPRINT | NOT_IN_GROUP
+            field: value
+            for field, value in fields.items()
+            if field not in NOT_IN_FINGERPRINT | NOT_IN_GROUP
+            and not (value is None and field in NOT_IN_FINGERPRINT_IF_NULL)
         }
     return subtree
 
