@@ -118,7 +118,11 @@ class DecoderConfig:
             )
         if self.drafter == "ngram":
             raise ValueError("drafter='ngram': with a tree only 'model' and 'medusa' are possible; set tree=null")
-        chains_only = {"gamma": "fixed", "acceptance": "exact", "draft_confidence": 0.0}
+        if self.acceptance in ("lenient", "synthetic"):
+            raise ValueError(
+                f"acceptance={self.acceptance!r}: with a tree only 'exact' and 'typical' are possible; set tree=null"
+            )
+        chains_only = {"gamma": "fixed", "draft_confidence": 0.0}
         for name, value in chains_only.items():
             if getattr(self, name) != value:
                 raise ValueError(

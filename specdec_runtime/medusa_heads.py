@@ -116,7 +116,7 @@ class MedusaHeads(nn.Module):
 
 def probe_of(target: PreTrainedModel) -> Tensor:
     """[P, H] fp32: rows of the target's head, evenly spaced."""
-    weight_VH = target.get_output_embeddings().weight.detach()
+    weight_VH: Tensor = target.get_output_embeddings().weight.detach()
     at_P = torch.linspace(0, weight_VH.shape[0] - 1, NUM_PROBED_ROWS).long().to(weight_VH.device)
     return weight_VH[at_P].float()
 

@@ -199,15 +199,47 @@ def test_a_wrong_q_is_found(small, monkeypatch, tree):
     assert p_value(small, CASES["temperature"], **config) < ALPHA
 
 
-def test_typical_acceptance_is_for_chains_and_says_so(target, heads, prompts):
-    chain = decoder(target, heads, acceptance="typical", eta=0.5)
-    exact = decoder(target, heads)
-    requests = [Request(p, 20, temperature=1.0, seed=3, ignore_eos=True) for p in prompts]
-    outputs = chain.generate(requests)
-    assert not any(o.lossless for o in outputs) and all(o.lossless for o in exact.generate(requests))
-    assert chain.stats.num_accepted != exact.stats.num_accepted
-    with pytest.raises(ValueError, match="acceptance='typical'"):
-        DecoderConfig(drafter="medusa", acceptance="typical", tree="3x2")
+@pytest.mark.parametrize("tree", [None, "3x2"])
+def test_typical_acceptance_accepts_more_and_says_so(target, heads, prompts, tree):
+    """Medusa's rule with a small eta; at temperature 0 too it may leave the target's own text."""
+    for temperature in (0.0, 1.0):
+        requests = [Request(p, 20, temperature=temperature, seed=3, ignore_eos=True) for p in prompts]
+        typical = decoder(target, heads, acceptance="typical", eta=0.01, tree=tree)
+        exact = decoder(target, heads, tree=tree)
+        assert not any(o.lossless for o in typical.generate(requests))
+        assert all(o.lossless for o in exact.generate(requests))
+        assert typical.stats.draft_acceptance_rate > exact.stats.draft_acceptance_rate
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_typical_acceptance_of_a_tree_without_branches_is_that_of_a_chain(target, heads, prompts, temperature):
+    requests = [Request(p, NUM_NEW, temperature=temperature, seed=i) for i, p in enumerate(prompts)]
+    chain, tree = (decoder(target, heads, acceptance="typical", eta=0.2, tree=t) for t in (None, "chain3"))
+    assert [o.token_ids for o in chain.generate(requests)] == [o.token_ids for o in tree.generate(requests)]
+    assert chain.stats.accepted_per_position == tree.stats.accepted_per_position
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_typical_acceptance_lets_stand_passes_its_test(target, heads, prompts, temperature, monkeypatch):
+    """p(d) > min(eta^2, eta * exp(-H(p))), with p after an ordinary forward over the text before; at temperature 0 p is the one at 1."""
+    eta, accepted = 0.3, []
+    right = engine_module.SpeculativeDecoder._commit
+
+    def watched(self, batch, judgement, now_s):
+        for row, block, num in zip(batch.rows, judgement.blocks, judgement.num_accepted, strict=True):
+            accepted.extend(([*row.token_ids, *block[:i]], block[i]) for i in range(num))
+        return right(self, batch, judgement, now_s)
+
+    monkeypatch.setattr(engine_module.SpeculativeDecoder, "_commit", watched)
+    speculative = decoder(target, heads, acceptance="typical", eta=eta, tree="3x2")
+    speculative.generate([Request(p, 20, temperature=temperature, seed=1) for p in prompts])
+    assert len(accepted) > 20
+    for before, token in accepted:
+        with torch.no_grad():
+            logits = target(torch.tensor([before])).logits[0, -1]
+        p = torch.softmax(logits / (temperature or 1.0), dim=0)
+        entropy = -(p * p.log()).sum()
+        assert float(p[token]) > min(eta**2, eta * float(torch.exp(-entropy))) - 1e-4
 
 
 def test_saved_heads_are_the_same(target, heads, tmp_path, prompts):
@@ -253,3 +285,15 @@ def test_heads_in_bfloat16_know_their_target(target, heads):
     heads_16.load_state_dict(heads.state_dict())
     output = decoder(target, heads_16.bfloat16()).generate([Request([5, 6, 7], 10)])[0]
     assert len(output.token_ids) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tree", [None, "3x2"])
+def test_cuda_graphs_keep_the_hidden_states(llama, prompts, tree):
+    target = llama(seed=0, num_layers=3).cuda()
+    heads = heads_of_target(target, num_heads=3, num_layers=1)
+    requests = [Request(p, 24, temperature=t, seed=1) for p in prompts for t in (0.0, 0.8)]
+    eager, graphed = (decoder(target, heads, tree=tree, cuda_graphs=on) for on in (False, True))
+    assert [o.token_ids for o in eager.generate(requests)] == [o.token_ids for o in graphed.generate(requests)]
+    assert eager.stats.accepted_per_position == graphed.stats.accepted_per_position
