@@ -159,9 +159,11 @@ class HeadAcceptance:
             for batch in length_batches(rows, batch_tokens):
                 chosen = [rows[i] for i in batch]
                 hidden_ND = response_hidden_states(target, chosen)
-                pieces = torch.split(hidden_ND, [len(row.response_token_ids) for row in chosen])
+                pieces = hidden_ND.split_with_sizes([len(row.response_token_ids) for row in chosen])
                 for row, piece_ND in zip(chosen, pieces, strict=True):
-                    argmax = [self._head(x_ND).argmax(dim=-1) for x_ND in piece_ND.split(self._chunk_positions)]
+                    starts = range(0, len(piece_ND), self._chunk_positions)
+                    chunks = (piece_ND[start : start + self._chunk_positions] for start in starts)
+                    argmax = [self._head(x_ND).argmax(dim=-1) for x_ND in chunks]
                     yield _Side(row.prompt_id, piece_ND, torch.cat(argmax))
 
 

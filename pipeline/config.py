@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from distill.config import refuse_for_medusa
+from eval.bench_conditions import tree_of
 from pipeline.schema import STAGE_NAMES, Config, TargetConfig
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
@@ -85,8 +86,11 @@ def _check_medusa(config: Config) -> None:
         raise ValueError(f"bench.backends: {others} cannot serve Medusa heads; leave them out")
     if bench.auto_gamma:
         raise ValueError("bench.auto_gamma=true: with draft=medusa all heads run at once; set it to false")
-    if max(bench.gammas) > (num_heads or 0):
-        raise ValueError(f"bench.gammas={list(bench.gammas)}: draft.num_heads={num_heads} propose no more than that")
+    for name, depths in (("gammas", bench.gammas), ("trees", [tree_of(tree).depth for tree in bench.trees])):
+        if max(depths, default=0) > (num_heads or 0):
+            raise ValueError(
+                f"bench.{name}={list(getattr(bench, name))}: draft.num_heads={num_heads} propose no more tokens than that"
+            )
 
 
 def unknown_keys(node: DictConfig, prefix: str = "") -> list[str]:

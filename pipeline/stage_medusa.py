@@ -21,6 +21,7 @@ from pipeline.shortlist import shortlist
 from pipeline.source_model import describe_source
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
+from specdec_runtime.loading import PROVENANCE_FILE
 from specdec_runtime.medusa_heads import MedusaHeads, heads_of_target, load_medusa_heads
 
 #: Held-out tokens by which the best checkpoint is chosen.
@@ -29,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 def distill_heads(context: StageContext) -> dict[str, Any]:
-    """Train the heads that `draft` describes; write `draft/` (weights, config and card) and `train.json`, which is returned."""
+    """Train the heads that `draft` describes; write `draft/` (weights, config, card, provenance) and `train.json`, which is returned."""
     config, parts = context.config, corpus_parts(context)
     assert config.draft.num_heads is not None
     target = load_causal_lm(
@@ -63,6 +64,9 @@ def distill_heads(context: StageContext) -> dict[str, Any]:
         "initial_draft": {"init": "medusa"},
         "validation": rows,
     }
+    target_is = {"name": context.target.name, "revision": context.target.revision}
+    train = {key: value for key, value in record.items() if key != "vocab_shortlist"}
+    write_json(folder / PROVENANCE_FILE, {"format_version": 1, "target": target_is, "train": train})
     write_json(context.work_dir / "train.json", record)
     for leftover in context.work_dir.glob("best-*"):
         shutil.rmtree(leftover)

@@ -124,6 +124,8 @@ def test_hydra_refuses_by_name(make_config: Composer, override: str, name: str) 
         (["draft.num_heads=2"], "draft.num_heads=2"),
         (["+experiment=tiny_medusa", "launch.engine=ddp"], "launch.engine=ddp: Medusa heads"),
         (["+experiment=tiny_medusa", "draft.vocab_shortlist=auto"], "draft.vocab_shortlist=auto: is for draft models"),
+        (["+experiment=tiny_medusa", "bench.trees=[2x1x1]"], "draft.num_heads=2 propose no more"),
+        (["bench.trees=[bush3]"], "bush3"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(

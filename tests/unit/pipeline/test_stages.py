@@ -125,13 +125,18 @@ def test_fingerprint_does_not_depend_on_the_order_of_keys() -> None:
 
 
 def test_a_setting_that_came_later_leaves_older_work_known(make_config: Composer) -> None:
-    """Folders that were finished before draft.num_heads existed are still found."""
+    """Folders that were finished before draft.num_heads and bench.trees existed are still found."""
     values = asdict(make_config("+experiment=tiny"))
     assert "draft.num_heads" not in config_subtree(values, ("draft",))
     assert "draft.path" not in config_subtree(values, ("draft",))
     assert config_subtree(values, ("draft",))["draft.keep_layers"] is None
     heads = asdict(make_config("+experiment=tiny_medusa"))
     assert config_subtree(heads, ("draft",))["draft.num_heads"] == 2
+    assert "bench.trees" not in config_subtree(values, ("bench",))
+    assert "bench.medusa_heads" not in config_subtree(values, ("bench",))
+    assert config_subtree(values, ("bench",))["bench.ngram_gammas"] == []
+    trees = asdict(make_config("+experiment=tiny", "bench.trees=[3x2x1,binary2,[-1,-1,0]]"))
+    assert config_subtree(trees, ("bench",))["bench.trees"] == ["3x2x1", "binary2", [-1, -1, 0]]
 
 
 def test_every_stage_function_exists() -> None:
