@@ -9,6 +9,7 @@
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,13 @@ class CheckpointStore:
 
     def save_best(self, model: PreTrainedModel, step: int, dtype: torch.dtype) -> None:
         """Save the model in `dtype` as the best so far."""
+        self.put_best(step, _cast_copy(model, dtype).save_pretrained)
+
+    def put_best(self, step: int, save: Callable[[Path], object]) -> None:
+        """What `save` writes into a new folder is the best so far."""
         incoming = self.output_dir / "best.incoming"
         shutil.rmtree(incoming, ignore_errors=True)
-        _cast_copy(model, dtype).save_pretrained(incoming)
+        save(incoming)
         shutil.rmtree(self.best_dir(step), ignore_errors=True)
         incoming.rename(self.best_dir(step))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
 LOSS_NAMES = ("forward_kl", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid", "cross_entropy")
-INITS = ("layers", "chosen", "width", "pretrained", "random")
+INITS = ("layers", "chosen", "width", "pretrained", "random", "medusa")
 LAYER_PATTERNS = ("even", "first", "ends")
 #: As `draft.vocab_shortlist`: the size is chosen by predicted speedup, once there is a corpus.
 AUTO = "auto"
@@ -18,6 +18,7 @@ class DraftConfig:
 
     `keep_layers` wins over `num_layers` and `layer_pattern`. The sizes are for `width` and `random`, None being the target's.
     `vocab_shortlist` is a number of ids, `AUTO`, or None for the whole head; `expected_acceptance` is read with `AUTO` alone.
+    `medusa` is no draft model: `num_heads` heads of `num_layers` residual blocks on the target; see `distill.medusa`.
     """
 
     init: str = "layers"
@@ -33,6 +34,7 @@ class DraftConfig:
     vocab_shortlist: Optional[Union[int, str]] = None
     expected_acceptance: float = 0.4
     train_head: Optional[bool] = None
+    num_heads: Optional[int] = None
 
     def __post_init__(self) -> None:
         self._check_init()
@@ -66,8 +68,21 @@ class DraftConfig:
             raise ValueError("draft.init=width: set draft.hidden_size, draft.intermediate_size or draft.num_key_value_heads")
         if self.candidates is not None and (self.init != "chosen" or not self.candidates):
             raise ValueError("draft.candidates: lists of layers for draft.init=chosen, at least one; null makes some")
-        if self.keep_layers is not None and self.init in ("chosen", "random"):
+        if (self.num_heads is None) == self.init_is_medusa or (self.num_heads is not None and self.num_heads < 1):
+            raise ValueError(
+                f"draft.num_heads={self.num_heads}: draft.init=medusa needs at least 1, and no other kind of draft has any"
+            )
+        if self.init_is_medusa and self.train_head is not None:
+            raise ValueError(f"draft.train_head={self.train_head}: Medusa heads are always trained; set it to null")
+        if self.init_is_medusa and self.vocab_shortlist == AUTO:
+            raise ValueError(f"draft.vocab_shortlist={AUTO}: is for draft models; with draft.init=medusa give a number, or null")
+        if self.keep_layers is not None and self.init in ("chosen", "random", "medusa"):
             raise ValueError(f"draft.keep_layers={list(self.keep_layers)}: draft.init={self.init} does not read it; set it to null")
+
+    @property
+    def init_is_medusa(self) -> bool:
+        """Whether heads on the target are trained in place of a draft model."""
+        return self.init == "medusa"
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -220,3 +235,15 @@ class TrainConfig:
             raise ValueError(f"train.max_steps={self.max_steps}: must be at least 1, or null for no step budget")
         if self.autocast_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"train.autocast_dtype={self.autocast_dtype!r}: choose 'bfloat16' or 'float32'")
+
+
+def refuse_for_medusa(train: TrainConfig) -> None:
+    """Raises ValueError for a setting that only draft models have."""
+    for name, is_set in (
+        ("train_embeddings", train.train_embeddings),
+        ("liger", train.liger),
+        ("token_selection.keep_fraction", train.token_selection.enabled),
+        ("on_policy", train.on_policy.enabled),
+    ):
+        if is_set:
+            raise ValueError(f"train.{name}: not for draft.init=medusa; leave it at its default")

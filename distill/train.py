@@ -75,7 +75,7 @@ def train_draft(
     call = _describe(draft, train_rows, loss, train, vocab_ids, train_head)
     store = processes.main_first(lambda: CheckpointStore(Path(output_dir), call))
     if store.result() is not None:
-        return _result(store)
+        return result_of(store)
     saved_dtype = draft.dtype
     draft.float()
     table = _head_rows(draft, vocab_ids)
@@ -108,13 +108,13 @@ def train_draft(
         trainer.loss_forward.uninstall()
         if own_head is not None and not processes.shards:
             own_head.restore()
-    return _result(store)
+    return result_of(store)
 
 
 def trained_result(output_dir: Path) -> TrainResult | None:
     """What a complete call of `train_draft` left in `output_dir`; None when it is not complete."""
     store = CheckpointStore(Path(output_dir), None)
-    return None if store.result() is None else _result(store)
+    return None if store.result() is None else result_of(store)
 
 
 def _start(found: tuple[Path, Progress] | None, processes: Processes) -> Progress:
@@ -162,20 +162,26 @@ def _describe(
     train_head: bool,
 ) -> dict[str, Any]:
     """What the run is derived from, so that a folder is never resumed for something else."""
+    vocab = None if vocab_ids is None else hashlib.sha256(repr(list(vocab_ids)).encode()).hexdigest()
+    shape = {name: value for name, value in draft.config.to_dict().items() if isinstance(value, (int, float))}
+    return {
+        "rows": rows_digest(rows), "loss": asdict(loss), "train": asdict(train), "vocab_ids": vocab, "draft": shape,
+        "train_head": train_head,
+    }
+
+
+def rows_digest(rows: Dataset) -> str:
+    """sha256 of the rows' tokens."""
     digest = hashlib.sha256()
     for batch in rows.select_columns(["prompt_token_ids", "response_token_ids"]).with_format("numpy").iter(1024):
         for column in batch.values():
             for tokens in column:
                 digest.update(tokens.astype("<i4").tobytes() + b"|")
-    vocab = None if vocab_ids is None else hashlib.sha256(repr(list(vocab_ids)).encode()).hexdigest()
-    shape = {name: value for name, value in draft.config.to_dict().items() if isinstance(value, (int, float))}
-    return {
-        "rows": digest.hexdigest(), "loss": asdict(loss), "train": asdict(train), "vocab_ids": vocab, "draft": shape,
-        "train_head": train_head,
-    }
+    return digest.hexdigest()
 
 
-def _result(store: CheckpointStore) -> TrainResult:
+def result_of(store: CheckpointStore) -> TrainResult:
+    """What a complete run left."""
     values = store.result()
     assert values is not None
     progress = Progress(**{**values, "curve": [(step, acceptance) for step, acceptance in values["curve"]]})

@@ -65,9 +65,9 @@ class DistillTrainer(SFTTrainer):
         self.compute_dtype = getattr(torch, train.autocast_dtype)
         super().__init__(
             model=draft,
-            args=_arguments(train, dataset, checkpoint_dir),
+            args=training_arguments(train, dataset, checkpoint_dir),
             train_dataset=dataset.rows,
-            data_collator=_only_item,
+            data_collator=only_item,
             # SFTTrainer insists on a tokenizer; the corpus is token ids, and none must touch the draft's config.
             processing_class=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0}))),
             callbacks=list(callbacks),
@@ -116,13 +116,13 @@ class DistillTrainer(SFTTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """One micro-batch, forward and backward; a loss that is not finite ends the run before it reaches the weights."""
         loss: Tensor = super().training_step(*args, **kwargs)
-        _require_finite("loss", loss, self.state.global_step + 1)
+        require_finite("loss", loss, self.state.global_step + 1)
         return loss
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        _require_finite("gradient norm", norm, self.state.global_step + 1)
+        require_finite("gradient norm", norm, self.state.global_step + 1)
         return norm
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor:
@@ -133,7 +133,7 @@ class DistillTrainer(SFTTrainer):
 
     def get_train_dataloader(self) -> Any:
         """The plan's micro-batches in order: the whole run is one pass, which a resumed run continues by skipping."""
-        loader = DataLoader(self.packed, batch_size=1, shuffle=False, collate_fn=_only_item)
+        loader = DataLoader(self.packed, batch_size=1, shuffle=False, collate_fn=only_item)
         return self.accelerator.prepare(loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -188,7 +188,8 @@ class DistillTrainer(SFTTrainer):
         self.publish()
 
 
-def _only_item(items: list[Any]) -> Any:
+def only_item(items: list[Any]) -> Any:
+    """The batch of a loader whose items are whole batches."""
     (item,) = items
     return item
 
@@ -199,7 +200,8 @@ def _set_embeddings_trainable(draft: PreTrainedModel, *, embeddings: bool, head:
             parameter.requires_grad_(trainable)
 
 
-def _require_finite(what: str, value: Any, step: int) -> None:
+def require_finite(what: str, value: Any, step: int) -> None:
+    """Raises FloatingPointError for a loss or gradient norm that is no number."""
     number = float(value)
     if number - number != 0.0:
         raise FloatingPointError(
@@ -208,7 +210,7 @@ def _require_finite(what: str, value: Any, step: int) -> None:
         )
 
 
-def _arguments(train: TrainConfig, dataset: PackedDataset, checkpoint_dir: Path) -> SFTConfig:
+def training_arguments(train: TrainConfig, dataset: PackedDataset, checkpoint_dir: Path) -> SFTConfig:
     """TrainingArguments without per-step extras: at a few hundred tokens a step, overhead is a visible share."""
     return SFTConfig(
         output_dir=str(checkpoint_dir),

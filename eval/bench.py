@@ -55,7 +55,7 @@ def run_bench(
             raise ValueError(f"bench: a draft cannot be called '{name}', which stands for {meaning}")
     factory = BackendFactory(target, drafts, runtime or DecoderConfig())
     settings = [
-        conditions_at(config, list(drafts), temperature=temperature, batch=batch)
+        conditions_at(config, drafts, temperature=temperature, batch=batch)
         for temperature in dict.fromkeys(config.temperatures)
         for batch in dict.fromkeys(config.batch_sizes)
     ]
@@ -84,6 +84,7 @@ def run_bench(
             row = bench_row(measurement, baseline, num_bootstrap=config.num_bootstrap, seed=config.seed)
             if factory.is_synthetic(measurement.condition):
                 row["synthetic_acceptance"] = factory.runtime.synthetic_acceptance
+            row["draft_memory_mb"] = factory.draft_memory_mb(measurement.condition)
             rows.append({**row, **checker.check(measurement)})
         if factory.runtime.acceptance != "synthetic":
             add_acceptance_from_text(rows, measurements, target, drafts, prompts, sampler=factory.runtime.sampler)

@@ -23,7 +23,7 @@ def strongest_baseline(measurements: Sequence[Measurement]) -> Measurement:
 def bench_row(measurement: Measurement, baseline: Measurement, *, num_bootstrap: int, seed: int) -> Row:
     """One row without its check of the tokens.
 
-    `gamma` is the upper bound where `gamma_policy` is auto, and 0 in plain decoding. `walltime_speedup` is
+    `gamma` is the upper bound where `gamma_policy` is auto, 0 in plain decoding, and the depth of a `tree`. `walltime_speedup` is
     against `baseline`, paired by group of prompts (at batch 1 a group is a prompt), with `low` and `high` the
     ends of a 95% bootstrap interval over groups. `latency_ms_*` is time per token after the first: the gap
     before a round's tokens divided by their number. `ttft_ms_*` is the wait for the first token and
@@ -48,6 +48,7 @@ def bench_row(measurement: Measurement, baseline: Measurement, *, num_bootstrap:
         "temperature": condition.temperature,
         "gamma": condition.gamma,
         "gamma_policy": condition.gamma_policy,
+        "tree": condition.tree,
         "batch": condition.batch,
         "tokens_per_second": measurement.tokens_per_second,
         "walltime_speedup": speedup.value,

@@ -13,6 +13,7 @@ from eval.bench_rows import Row
 from eval.rounds import expected_rounds
 from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
+from specdec_runtime.medusa_heads import MedusaHeads
 
 
 def add_acceptance_from_text(
@@ -24,7 +25,7 @@ def add_acceptance_from_text(
     *,
     sampler: str,
 ) -> None:
-    """Give each native row with a draft and a fixed gamma `acceptance_from_text`: P(proposals 1..i all stand), i = 1..gamma.
+    """Give each native chain of a draft model with a fixed gamma `acceptance_from_text`: P(proposals 1..i all stand), i = 1..gamma.
 
     Args:
         rows: the bench's rows of one temperature and batch size, of which `measurements` are the source; changed in place.
@@ -46,11 +47,14 @@ def add_acceptance_from_text(
         }
         for index, (prompt, output) in enumerate(zip(prompts, plain.outputs, strict=False))
     ]
-    tables = teacher_forced_acceptance(target, drafts, answers, temperatures=[temperature], samplers=[sampler])
+    measured = {row["draft"]: drafts[row["draft"]] for row in drafted}
+    tables = teacher_forced_acceptance(target, measured, answers, temperatures=[temperature], samplers=[sampler])
     of_draft = {table.draft: table for table in tables}
     for row in drafted:
         row["acceptance_from_text"] = expected_rounds(of_draft[row["draft"]], row["gamma"]).cumulative
 
 
 def _is_predictable(row: Row, drafts: Mapping[str, Draft]) -> bool:
-    return row["backend"] == "native" and row["draft"] in drafts and row["gamma_policy"] == "fixed"
+    draft, is_chain = drafts.get(row["draft"]), row["gamma_policy"] == "fixed" and row["tree"] is None
+    is_model = draft is not None and not isinstance(draft.model, MedusaHeads)
+    return row["backend"] == "native" and is_model and is_chain

@@ -1,9 +1,11 @@
 """Settings of the acceptance measurement and the benchmark: the Hydra groups `eval` and `bench`."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from eval.shapes import shape_of
+from specdec_runtime.config import MAX_TREE_NODES
+from specdec_runtime.tree import make_tree
 
 SAMPLERS = ("probabilistic", "greedy")
 PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static", "vllm")
@@ -69,7 +71,9 @@ class BenchConfig:
     `prompts`: a file of prompts, None for held-out prompts of the corpus. `dtype`: of both models, None for
     the target's. `auto_gamma`: also let the engine choose the proposal length, up to the largest of `gammas`.
     `ngram_gammas`: also proposals that are looked up in the text, of up to so many tokens; empty leaves that out.
-    `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas`.
+    `trees`: also trees of proposals, by name or as lists of parents (`specdec_runtime.tree`). `medusa_heads`: a folder of Medusa
+    heads, measured as the draft `medusa` in the chains of `gammas` and in `trees` that have no more depths than it has heads.
+    `undistilled_gammas`: proposal lengths of drafts other than `distilled`, None for `gammas` and `trees`.
     `num_check_prompts`: prompts whose greedy outputs are compared with plain decoding at the same width.
     `max_minutes`: stop early, with whole groups.
 
@@ -88,6 +92,8 @@ class BenchConfig:
     backends: list[str] = field(default_factory=lambda: ["native", "hf_generate"])
     undistilled_gammas: Optional[list[int]] = None
     ngram_gammas: list[int] = field(default_factory=list)
+    trees: list[Any] = field(default_factory=list)
+    medusa_heads: Optional[str] = None
     dtype: Optional[str] = None
     num_warmup_prompts: int = 1
     num_check_prompts: int = 8
@@ -118,18 +124,34 @@ class BenchConfig:
             raise ValueError(
                 f"bench.temperatures={list(self.temperatures)}: give one or more temperatures >= 0"
             )
-        for name in ("undistilled_gammas", "ngram_gammas"):
-            gammas = getattr(self, name)
-            if gammas is not None and min(gammas, default=1) < 1:
-                raise ValueError(f"bench.{name}={list(gammas)}: proposal lengths must be >= 1")
-        if not self.gammas or min(self.gammas) < 1:
-            raise ValueError(f"bench.gammas={list(self.gammas)}: give one or more proposal lengths >= 1")
+        self._check_proposals()
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"bench.batch_sizes={list(self.batch_sizes)}: give one or more batch sizes >= 1")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(
                 f"bench.dtype={self.dtype!r}: choose from {list(DTYPES)}, or null for target.dtype"
             )
+
+    def _check_proposals(self) -> None:
+        for name in ("gammas", "undistilled_gammas", "ngram_gammas"):
+            gammas = getattr(self, name)
+            if gammas is not None and min(gammas, default=1) < 1:
+                raise ValueError(f"bench.{name}={list(gammas)}: proposal lengths must be >= 1")
+        if not self.gammas and (self.auto_gamma or not (self.trees or self.ngram_gammas)):
+            raise ValueError(
+                "bench.gammas=[]: give one or more proposal lengths >= 1; only beside bench.trees or bench.ngram_gammas, and with "
+                "bench.auto_gamma=false, there may be none"
+            )
+        for topology in self.trees:
+            try:
+                make_tree(topology, max_nodes=MAX_TREE_NODES)
+            except ValueError as error:
+                raise ValueError(f"bench.trees={list(self.trees)}: {error}") from error
+        for name in ("trees", "medusa_heads"):
+            if getattr(self, name) and "native" not in self.backends:
+                raise ValueError(
+                    f"bench.{name}={getattr(self, name)}: only the native engine does that; add native to bench.backends"
+                )
 
     def _check_extent(self) -> None:
         if self.max_minutes is not None and self.max_minutes <= 0:
@@ -161,6 +183,10 @@ class BenchConfig:
         if self.prompts is not None:
             raise ValueError(
                 f"bench.prompts={self.prompts!r}: random weights have no tokenizer; leave it null"
+            )
+        if self.medusa_heads is not None:
+            raise ValueError(
+                f"bench.medusa_heads={self.medusa_heads!r}: random weights have no trained heads; leave it null"
             )
         if "vllm" in self.backends:
             raise ValueError(

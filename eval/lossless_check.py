@@ -1,15 +1,15 @@
-"""The whole comparison of greedy outputs: speculative against plain decoding and `generate`, by gamma and batch size.
+"""The whole comparison of greedy outputs: speculative against plain decoding and `generate`, by drafter and batch size.
 
 What a difference is worth is seen beside how much plain decoding differs from itself: at other widths, in other batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from eval.bench_conditions import NO_DRAFT, BackendFactory, Condition
+from eval.bench_conditions import NO_DRAFT, BackendFactory, Condition, conditions_at, tree_name
 from eval.bench_measure import requests_of
 from eval.config import BenchConfig
 from eval.lossless import Mismatch, find_mismatches
@@ -22,14 +22,17 @@ Outputs = list[list[int]]
 class Comparison:
     """One run against another. `kind`: `speculative` (must be the same) or `plain` (how far plain decoding agrees with itself).
 
-    `must_be_identical`: every token; elsewhere a difference at a near tie is the rounding of another shape of forward.
+    `draft`, `gamma` and `tree` are as in the benchmark. `must_be_identical`: every token; elsewhere a difference at a near tie is
+    the rounding of another shape of forward.
     """
 
     kind: str
     what: str
     against: str
     batch: int
+    draft: str
     gamma: int
+    tree: str | tuple[int, ...] | None
     num_outputs: int
     must_be_identical: bool
     mismatches: list[Mismatch]
@@ -52,11 +55,12 @@ class Comparison:
 
 
 class LosslessCheck:
-    """Greedy outputs of one draft on the same prompts, each run made once.
+    """Greedy outputs of some drafts on the same prompts, each run made once.
 
     Args:
-        factory: makes the backends. prompts: as token ids. config: `gammas`, `batch_sizes`, `max_new_tokens`, `backends`
-            (`hf_generate` among them is compared with too).
+        factory: makes the backends. prompts: as token ids. config: `gammas`, `trees`, `ngram_gammas`, `batch_sizes`,
+            `max_new_tokens`, `backends` (`hf_generate` among them is compared with too).
+        drafts: by name.
         on_run: told of each run before it starts.
     """
 
@@ -66,10 +70,10 @@ class LosslessCheck:
         prompts: Sequence[Sequence[int]],
         config: BenchConfig,
         *,
-        draft: str = "distilled",
+        drafts: Sequence[str] = ("distilled",),
         on_run: Callable[[str], None] = print,
     ) -> None:
-        self._factory, self._prompts, self._config, self._draft = factory, prompts, config, draft
+        self._factory, self._prompts, self._config, self._drafts = factory, prompts, config, drafts
         self._on_run = on_run
         self._is_exact_dtype = factory.target.dtype == torch.float32
         self._outputs: dict[str, Outputs] = {}
@@ -93,31 +97,35 @@ class LosslessCheck:
                     f"hf_generate, batch {batch}", Condition("hf_generate", NO_DRAFT, 0, 0.0, batch)
                 )
                 yield self._compare("plain", f"plain, batch {batch}", "hf_generate", plain, hf, batch)
-            for gamma in self._config.gammas:
-                yield from self._of_gamma(gamma, batch)
+            for condition in self._speculative(batch):
+                yield from self._of_condition(condition)
 
-    def _of_gamma(self, gamma: int, batch: int) -> Iterator[Comparison]:
-        name = f"gamma {gamma}, batch {batch}"
-        outputs = self._run(name, Condition("native", self._draft, gamma, 0.0, batch))
-        plain, width = self._plain(batch), gamma + 1
-        if not self._is_exact_dtype:
-            wide = self._generate(
-                f"plain at width {width}, batch {batch}", self._factory.plain_at_width(width, batch)
-            )
-            yield self._compare("speculative", name, f"plain at width {width}", outputs, wide, batch, gamma)
-            yield self._compare(
-                "plain",
-                f"plain at width {width}, batch {batch}",
-                "plain at width 1",
-                wide,
-                plain,
-                batch,
-                gamma,
-            )
-        yield self._compare("speculative", name, "plain at width 1", outputs, plain, batch, gamma)
+    def _speculative(self, batch: int) -> list[Condition]:
+        """Chains and trees of the drafts that were chosen, and n-grams where they are asked for."""
+        drafts = {name: self._factory.drafts[name] for name in self._drafts}
+        found = conditions_at(
+            replace(self._config, auto_gamma=False, backends=["native"]), drafts, temperature=0.0, batch=batch
+        )
+        return [condition for condition in found if not condition.is_plain]
+
+    def _of_condition(self, condition: Condition) -> Iterator[Comparison]:
+        name, batch = _name_of(condition), condition.batch
+        outputs = self._run(name, condition)
+        plain, width = self._plain(batch), condition.width
+        if not self._is_exact_dtype and condition.has_one_width:
+            wide_name = f"plain at width {width}, batch {batch}"
+            is_new = wide_name not in self._outputs
+            if is_new:
+                self._generate(wide_name, self._factory.plain_at_width(width, batch))
+            wide = self._outputs[wide_name]
+            against = f"plain at width {width}"
+            yield self._compare("speculative", name, against, outputs, wide, batch, condition)
+            if is_new:
+                yield self._compare("plain", wide_name, "plain at width 1", wide, plain, batch, condition)
+        yield self._compare("speculative", name, "plain at width 1", outputs, plain, batch, condition)
         if "hf_generate" in self._config.backends:
             hf = self._outputs[f"hf_generate, batch {batch}"]
-            yield self._compare("speculative", name, "hf_generate", outputs, hf, batch, gamma)
+            yield self._compare("speculative", name, "hf_generate", outputs, hf, batch, condition)
 
     def _compare(
         self,
@@ -127,18 +135,20 @@ class LosslessCheck:
         outputs: Outputs,
         expected: Outputs,
         batch: int,
-        gamma: int = 0,
+        condition: Condition | None = None,
     ) -> Comparison:
-        # In 16 bits, only runs with the same shapes of forwards must round alike: one row, at the same width.
-        has_same_shapes = (
-            against.startswith("plain at width") and against != "plain at width 1" and batch == 1
-        )
+        # In 16 bits, only runs with the same shapes of forwards must round alike: one row, at the same width, and a chain, for
+        # in a tree the keys lie in another order.
+        is_at_width = against.startswith("plain at width") and against != "plain at width 1"
+        has_same_shapes = is_at_width and batch == 1 and condition is not None and condition.tree is None
         return Comparison(
             kind=kind,
             what=what,
             against=against,
             batch=batch,
-            gamma=gamma,
+            draft=NO_DRAFT if condition is None else condition.draft,
+            gamma=0 if condition is None else condition.gamma,
+            tree=None if condition is None else condition.tree,
             num_outputs=len(outputs),
             must_be_identical=self._is_exact_dtype or has_same_shapes,
             mismatches=find_mismatches(self._factory.target, self._prompts, expected, outputs),
@@ -159,3 +169,10 @@ class LosslessCheck:
         requests = requests_of(self._prompts, self._config, 0.0)
         self._outputs[name] = [output.token_ids for output in backend.generate(requests)]
         return self._outputs[name]
+
+
+def _name_of(condition: Condition) -> str:
+    """As in "gamma 4, batch 8" of the run's own draft, or "medusa, tree 3x2x1, batch 8"."""
+    how = f"gamma {condition.gamma}" if condition.tree is None else f"tree {tree_name(condition.tree)}"
+    name = f"{how}, batch {condition.batch}"
+    return name if condition.draft == "distilled" else f"{condition.draft}, {name}"

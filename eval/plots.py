@@ -6,6 +6,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.bench_conditions import tree_name
+
 Rows = Sequence[Mapping[str, Any]]
 COLORS = {"none": "#7f7f7f", "undistilled": "#f0a35e", "distilled": "#2f6db5"}
 OTHER_COLORS = ("#5a9e6f", "#a05195", "#8c564b", "#17becf")
@@ -52,7 +54,7 @@ def acceptance_figure(rows: Rows) -> Figure:
 def speedup_figure(rows: Rows, *, temperature: float, batch: int | None = None) -> Figure:
     """`walltime_speedup` against gamma with intervals, one line per backend and draft; predictions dashed.
 
-    gamma=auto is a dotted level. A synthetic acceptance is said in the title.
+    gamma=auto is a dotted level, a tree a point at its depth. A synthetic acceptance is said in the title.
 
     Args:
         batch: None takes the smallest that was measured.
@@ -95,12 +97,14 @@ def figure_with_axes(width: float, height: float = 4.0) -> tuple[Figure, Axes]:
 
 
 def _draw_speedups(axes: Axes, rows: Rows, *, label: str, color: str) -> None:
-    """One backend and draft: measured with intervals, predicted, and the level of gamma=auto."""
-    line = sorted((r for r in rows if r.get("gamma_policy") != "auto"), key=lambda r: int(r["gamma"]))
+    """One backend and draft: measured with intervals, predicted, the level of gamma=auto, and trees."""
+    chains = [r for r in rows if r.get("gamma_policy") != "auto" and r.get("tree") is None]
+    line = sorted(chains, key=lambda r: int(r["gamma"]))
     gammas = [int(row["gamma"]) for row in line]
     speedups = [float(row["walltime_speedup"]) for row in line]
     errors = interval_errors(line, "walltime_speedup")
-    axes.errorbar(gammas, speedups, yerr=errors, marker="o", capsize=3, color=color, label=label)
+    if line:
+        axes.errorbar(gammas, speedups, yerr=errors, marker="o", capsize=3, color=color, label=label)
     predicted = [
         (g, float(r["predicted_speedup"]))
         for g, r in zip(gammas, line, strict=True)
@@ -113,6 +117,10 @@ def _draw_speedups(axes: Axes, rows: Rows, *, label: str, color: str) -> None:
         if row.get("gamma_policy") == "auto":
             level = float(row["walltime_speedup"])
             axes.axhline(level, linestyle=":", color=color, label=f"{label}, gamma=auto")
+        elif row.get("tree") is not None:
+            at, errors = float(row["walltime_speedup"]), interval_errors([row], "walltime_speedup")
+            name = f"{label}, tree {tree_name(row['tree'])}"
+            axes.errorbar([int(row["gamma"])], [at], yerr=errors, fmt="^", capsize=3, color=color, label=name)
 
 
 def _speedup_title(rows: Rows, temperature: float, batch: int) -> str:

@@ -32,7 +32,7 @@ def times_of_verdict(verdict: Mapping[str, Any]) -> StepTimes:
 def prediction_rows(
     times: StepTimes, rounds: Sequence[Mapping[str, Any]], bench: Sequence[Mapping[str, Any]], *, sampler: str
 ) -> list[Row]:
-    """One row per native bench row of a draft at batch 1 and a fixed gamma for which both tau and T(gamma+1) are known.
+    """One row per native bench row of a draft at batch 1 and a fixed gamma, no tree, for which both tau and T(gamma+1) are known.
 
     Args:
         rounds: `rounds` of `acceptance.json`. bench: rows of `bench.json`. sampler: the one that was benchmarked.
@@ -47,7 +47,8 @@ def prediction_rows(
     result = []
     for row in bench:
         entry = entries.get((row["draft"], row["temperature"]))
-        is_comparable = row["backend"] == "native" and row["batch"] == 1 and row.get("gamma_policy") != "auto"
+        is_chain = row.get("gamma_policy") != "auto" and row.get("tree") is None
+        is_comparable = row["backend"] == "native" and row["batch"] == 1 and is_chain
         if entry is None or not is_comparable or not 1 <= row["gamma"] <= times.max_gamma:
             continue
         cumulative = entry["cumulative_acceptance"].get(str(row["gamma"]))

@@ -18,7 +18,10 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft and, with a trimmed head, the sorted ids [K] that it can propose (FR-Spec, 2502.14856)."""
+    """A draft and, with a trimmed head, the sorted ids [K] that it can propose (FR-Spec, 2502.14856).
+
+    For the benchmark `model` may be `MedusaHeads`, which bring their ids themselves.
+    """
 
     model: PreTrainedModel
     vocab_ids: Tensor | None = None

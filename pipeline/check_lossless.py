@@ -1,7 +1,8 @@
 """Is greedy output unchanged? `python -m pipeline.check_lossless +experiment=smollm2_cpu [setting=value ...]`.
 
-Takes the distilled draft of a finished run, and from the settings of `bench` the prompts, `gammas`, `batch_sizes`, `dtype`,
-`max_new_tokens` and whether `hf_generate` is compared with. Exit code 1 when an output is not what it must be.
+Takes the distilled draft of a finished run, and from the settings of `bench` the prompts, what is proposed (`gammas`, `trees`,
+`ngram_gammas`, and Medusa heads of a folder, `medusa_heads`), `batch_sizes`, `dtype`, `max_new_tokens` and whether `hf_generate` is
+compared with. Exit code 1 when an output is not what it must be.
 """
 
 import sys
@@ -14,7 +15,7 @@ from rich.table import Table
 from eval.bench_conditions import BackendFactory
 from eval.lossless_check import Comparison, LosslessCheck
 from pipeline.commands import compose_config, run_command
-from pipeline.drafts import load_drafts
+from pipeline.drafts import MEDUSA, load_bench_drafts
 from pipeline.finished import finished_context
 from pipeline.models import load_causal_lm, resolve_target
 from pipeline.report import describe_machine
@@ -45,9 +46,13 @@ def check_lossless(config: Config) -> bool:
         context = finished_context(config, reference, ["corpus", "distill"], work_dir=Path(), tracker=tracker)
     target = load_causal_lm(reference.path, dtype, config.target.trust_remote_code)
     chosen = choose_prompts(context, target)
-    factory = BackendFactory(target, load_drafts(context, dtype=dtype), config.runtime)
+    factory = BackendFactory(target, load_bench_drafts(context, dtype=dtype), config.runtime)
     check = LosslessCheck(
-        factory, chosen.prompts, config.bench, on_run=lambda name: console.print(f"runs     {name}")
+        factory,
+        chosen.prompts,
+        config.bench,
+        drafts=[name for name in ("distilled", MEDUSA) if name in factory.drafts],
+        on_run=lambda name: console.print(f"runs     {name}"),
     )
     comparisons, path = [], Path(config.artifacts_dir) / "lossless" / f"{dtype}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

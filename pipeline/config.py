@@ -7,6 +7,8 @@ from typing import cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from distill.config import refuse_for_medusa
+from eval.bench_conditions import tree_of
 from pipeline.schema import STAGE_NAMES, Config, TargetConfig
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
@@ -63,7 +65,32 @@ def to_config(composed: DictConfig) -> Config:
         )
     if config.target.path is not None and config.target.name == TargetConfig().name:
         config.target.name = Path(config.target.path).name  # the embedded target's name would be a lie
+    if config.draft.init_is_medusa:
+        _check_medusa(config)
     return config
+
+
+def _check_medusa(config: Config) -> None:
+    """What only a draft model can do would fail late, after the training."""
+    for name in ("preflight", "export"):
+        if name in config.stages:
+            raise ValueError(
+                f"stages={config.stages}: {name} is for draft models; with draft=medusa set stages=[corpus,distill,eval,bench]"
+            )
+    refuse_for_medusa(config.train)
+    if config.launch.engine is not None:
+        raise ValueError(f"launch.engine={config.launch.engine}: Medusa heads are trained in one process; set it to null")
+    bench, num_heads = config.bench, config.draft.num_heads
+    others = sorted({"hf_assisted", "vllm"} & set(bench.backends))
+    if others:
+        raise ValueError(f"bench.backends: {others} cannot serve Medusa heads; leave them out")
+    if bench.auto_gamma:
+        raise ValueError("bench.auto_gamma=true: with draft=medusa all heads run at once; set it to false")
+    for name, depths in (("gammas", bench.gammas), ("trees", [tree_of(tree).depth for tree in bench.trees])):
+        if max(depths, default=0) > (num_heads or 0):
+            raise ValueError(
+                f"bench.{name}={list(getattr(bench, name))}: draft.num_heads={num_heads} propose no more tokens than that"
+            )
 
 
 def unknown_keys(node: DictConfig, prefix: str = "") -> list[str]:

@@ -81,6 +81,8 @@ def draft_of_shape(settings: DraftConfig, target: PreTrainedModel) -> PreTrained
 
 def check_draft_settings(settings: DraftConfig, train: TrainConfig, target_config: PreTrainedConfig) -> None:
     """Raise ValueError for layers and sizes that this target cannot give; no weights are read."""
+    if settings.init_is_medusa:
+        return
     text = target_config.get_text_config()
     num_target_layers = int(text.num_hidden_layers)
     if settings.init == "chosen":

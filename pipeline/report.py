@@ -15,6 +15,8 @@ import torch
 import transformers
 from rich.table import Table
 
+from eval.bench_conditions import tree_name
+
 
 class AcceptanceRow(TypedDict):
     """One `acceptance_rate` with its bootstrap interval over prompts."""
@@ -32,7 +34,7 @@ class AcceptanceRow(TypedDict):
 class BenchRow(TypedDict):
     """One measured way to decode; `draft` is none, undistilled or distilled, and `gamma` is 0 for plain decoding.
 
-    With `gamma_policy` auto, `gamma` is the upper bound. With `synthetic_acceptance` the output means nothing.
+    With `gamma_policy` auto, `gamma` is the upper bound; with a `tree`, its depth. With `synthetic_acceptance` the output means nothing.
     """
 
     backend: str
@@ -40,6 +42,7 @@ class BenchRow(TypedDict):
     temperature: float
     gamma: int
     gamma_policy: NotRequired[str]
+    tree: NotRequired[str | list[int] | None]
     batch: int
     tokens_per_second: float
     walltime_speedup: float
@@ -137,9 +140,11 @@ def _processor_name() -> str:
 def distilled_speedups(report: Report, *, temperature: float | None = None) -> list[BenchRow]:
     """The distilled draft's rows at one temperature (the lowest measured by default) and the smallest batch, best first.
 
-    Rows of gamma=auto are left out: a server is told one gamma.
+    Rows of gamma=auto and of trees are left out: a server is told one gamma.
     """
-    rows = [row for row in report["bench"] if row["draft"] == "distilled" and not is_auto(row)]
+    rows = [
+        row for row in report["bench"] if row["draft"] == "distilled" and not is_auto(row) and not row.get("tree")
+    ]
     if not rows:
         return []
     temperature = min(row["temperature"] for row in rows) if temperature is None else temperature
@@ -154,7 +159,10 @@ def is_auto(row: BenchRow) -> bool:
 
 
 def gamma_word(row: BenchRow) -> str:
-    """gamma as tables show it."""
+    """gamma, or the tree, as tables show it."""
+    tree = row.get("tree")
+    if tree is not None:
+        return f"tree {tree_name(tree)}"
     return f"auto, <= {row['gamma']}" if is_auto(row) else str(row["gamma"] or "-")
 
 

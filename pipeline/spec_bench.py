@@ -1,7 +1,7 @@
 """Spec-Bench (arXiv 2401.07851): a file of prompts by category, as the public leaderboard's table.
 
 `python -m pipeline.spec_bench bench.prompts=question.jsonl [setting=value ...]`. Batch 1, the lowest of
-`bench.temperatures`, every draft and gamma that `bench` names, in alternation. Each prompt's times are written when
+`bench.temperatures`, every draft, gamma and tree that `bench` names, in alternation. Each prompt's times are written when
 it is done, so that the same command goes on after it was stopped, by hand or by `bench.max_minutes`.
 """
 
@@ -23,19 +23,23 @@ from eval.bench_measure import Measurement, measure
 from pipeline.bench_prompts import PromptSet, file_prompts
 from pipeline.commands import compose_config, run_command
 from pipeline.context import StageContext
-from pipeline.drafts import load_drafts
+from pipeline.drafter_table import short_way
+from pipeline.drafts import load_bench_drafts
 from pipeline.finished import finished_context
 from pipeline.models import ModelRef, load_causal_lm, load_tokenizer, resolve_target
 from pipeline.report import describe_machine
 from pipeline.schema import Config
 from pipeline.spec_bench_table import group_of, leaderboard, leaderboard_markdown, leaderboard_table
 from pipeline.stage_bench import bench_progress
+from pipeline.stages import heads_revision
 from pipeline.store import file_revision, fingerprint_of, write_json
 from pipeline.tracking import open_tracker
 
 NAME, ROWS = "spec_bench", "rows.jsonl"
 #: Settings that say how long to go on, not what is measured: a changed one takes up the same folder.
 _BUDGETS = ("max_minutes", "prompts", "num_bootstrap", "num_prompts")
+#: Settings that came later, of which the empty ones leave a fingerprint as it was.
+_LATER = ("trees", "medusa_heads")
 
 
 def main(words: Sequence[str]) -> None:
@@ -64,7 +68,7 @@ def run_spec_bench(config: Config) -> Path:
         with tracker.stage(NAME, fingerprint):
             target = load_causal_lm(reference.path, dtype, config.target.trust_remote_code)
             chosen = prompts_in_turn(config, reference, target)
-            factory = BackendFactory(target, load_drafts(context, dtype=dtype), config.runtime)
+            factory = BackendFactory(target, load_bench_drafts(context, dtype=dtype), config.runtime)
             rows = measure_prompts(config, factory, chosen, folder / ROWS)
             result = leaderboard(rows, num_bootstrap=config.bench.num_bootstrap, seed=config.bench.seed)
             settings = {
@@ -76,7 +80,7 @@ def run_spec_bench(config: Config) -> Path:
             (folder / "table.md").write_text(leaderboard_markdown(result), encoding="utf-8")
             tracker.log_text(leaderboard_markdown(result), "spec_bench.md")
             tracker.log_metrics(
-                {f"spec_bench_speedup_{r['draft']}_g{r['gamma']}": r["overall"]["speedup"] for r in result if r["gamma"]}
+                {f"spec_bench_speedup_{r['draft']}_{short_way(r)}": r["overall"]["speedup"] for r in result if r["gamma"]}
             )
     _show(result, num_done=len(rows), num_chosen=len(chosen.prompts), folder=folder)
     return folder
@@ -86,7 +90,9 @@ def _fingerprint(context: StageContext) -> str:
     """Of what is measured: budgets are not in it, the prompts are by their content."""
     config = context.config
     assert config.bench.prompts is not None
-    bench = {name: value for name, value in asdict(config.bench).items() if name not in _BUDGETS}
+    bench = {name: value for name, value in asdict(config.bench).items() if name not in _BUDGETS and (value or name not in _LATER)}
+    if config.bench.medusa_heads is not None:
+        bench["medusa_heads"] = heads_revision(Path(config.bench.medusa_heads))
     return fingerprint_of(
         {
             "bench": bench,
@@ -137,7 +143,7 @@ def prompts_in_turn(config: Config, reference: ModelRef, target: PreTrainedModel
 
 def measure_prompts(config: Config, factory: BackendFactory, chosen: PromptSet, path: Path) -> list[dict[str, Any]]:
     """Every prompt that `path` does not have yet, appended to it one by one; all of its rows that were chosen."""
-    conditions = conditions_at(config.bench, list(factory.drafts), temperature=min(config.bench.temperatures), batch=1)
+    conditions = conditions_at(config.bench, factory.drafts, temperature=min(config.bench.temperatures), batch=1)
     keys = [f"{n} {fingerprint_of({'ids': p})[:12]}" for n, p in zip(chosen.names, chosen.prompts, strict=True)]
     done, deadline_s, warm_up = read_rows(path, conditions), None, config.bench.num_warmup_prompts
     if config.bench.max_minutes is not None:
@@ -184,6 +190,7 @@ def _row(
                 "draft": condition.draft,
                 "gamma": condition.gamma,
                 "gamma_policy": condition.gamma_policy,
+                "tree": condition.tree,
                 "seconds": of[condition].seconds[0],
                 "num_tokens": of[condition].num_tokens[0],
                 "num_forwards": stats.num_rounds + stats.num_prefills,

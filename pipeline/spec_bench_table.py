@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from eval.bench_conditions import tree_name
 from eval.bootstrap import bootstrap_speedup
 
 Row = dict[str, Any]
@@ -58,7 +59,8 @@ def leaderboard(rows: Sequence[Row], *, num_bootstrap: int = 1000, seed: int = 0
 
 
 def _way(entry: Row) -> Row:
-    return {name: entry[name] for name in ("backend", "draft", "gamma", "gamma_policy")}
+    # Rows that were measured before there were trees have none.
+    return {**{name: entry[name] for name in ("backend", "draft", "gamma", "gamma_policy")}, "tree": entry.get("tree")}
 
 
 def _sum(rows: Sequence[Row], way: int, name: str) -> float:
@@ -92,7 +94,8 @@ def way_name(row: Row) -> str:
         return f"plain ({row['backend']}{', baseline' if row['is_baseline'] else ''})"
     gamma = f"auto <= {row['gamma']}" if row["gamma_policy"] == "auto" else row["gamma"]
     backend = "" if row["backend"] == "native" else f", {row['backend']}"
-    return f"{row['draft']} (gamma {gamma}{backend})"
+    how = f"gamma {gamma}" if row["tree"] is None else f"tree {tree_name(row['tree'])}"
+    return f"{row['draft']} ({how}{backend})"
 
 
 def _cells(row: Row) -> list[str]:

@@ -14,13 +14,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from eval.bench import run_bench as measure_speed
 from eval.plots import speedup_figure
 from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts
 from pipeline.context import StageContext
-from pipeline.drafts import load_drafts
+from pipeline.drafter_table import drafter_figures, drafter_table, has_drafters, short_way
+from pipeline.drafts import load_bench_drafts, training_minutes
 from pipeline.held_out import corpus_parts
 from pipeline.models import load_causal_lm, load_tokenizer
 from pipeline.report import bench_table, describe_machine
@@ -28,12 +30,15 @@ from pipeline.store import write_json
 
 
 def run_bench(context: StageContext) -> dict[str, object]:
-    """Write `bench.json`: `bench` rows and the `settings` that they were measured with."""
+    """Write `bench.json`: `bench` rows and the `settings` that they were measured with.
+
+    Where there are trees, Medusa heads or n-grams among them, what proposes is compared in a table of its own.
+    """
     config = context.config
     dtype, trust = config.bench.dtype or config.target.dtype, config.target.trust_remote_code
     target = load_causal_lm(context.target.path, dtype=dtype, trust_remote_code=trust)
     chosen = choose_prompts(context, target)
-    drafts = load_drafts(context, dtype=dtype)
+    drafts, minutes = load_bench_drafts(context, dtype=dtype), training_minutes(context)
     with bench_progress() as on_progress:
         result = measure_speed(
             target, drafts, chosen.prompts, config.bench, runtime=config.runtime, on_progress=on_progress
@@ -42,15 +47,21 @@ def run_bench(context: StageContext) -> dict[str, object]:
         "machine": describe_machine(dtype),
         "sampler": config.runtime.sampler,
         "max_new_tokens": config.bench.max_new_tokens,
+        "training_minutes": minutes,
         **chosen.describe(),
     }
     write_json(context.work_dir / "bench.json", {"bench": result.rows, "settings": settings})
     for temperature in config.bench.temperatures:
         figure = speedup_figure(result.rows, temperature=temperature)
         context.tracker.log_figure(figure, f"speedup_t{temperature:g}.png")
+    rows: list[Any] = result.rows
     if "export" not in config.stages:  # which shows the table itself, at the end of the run
-        print_bench(result.rows)
-    return bench_figures(result.rows)
+        print_table(bench_table(rows))
+    figures = bench_figures(rows)
+    if has_drafters(rows):
+        print_table(drafter_table(rows, minutes))
+        figures |= drafter_figures(rows, minutes)
+    return figures
 
 
 def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
@@ -76,17 +87,16 @@ def bench_figures(rows: list[dict[str, Any]]) -> dict[str, object]:
     figures: dict[str, object] = {}
     for row in rows:
         if row["backend"] == "native" and row["draft"] != "none":
-            gamma = "auto" if row["gamma_policy"] == "auto" else row["gamma"]
-            name = f"walltime_speedup_{row['draft']}_t{row['temperature']:g}_g{gamma}_b{row['batch']}"
+            name = f"walltime_speedup_{row['draft']}_t{row['temperature']:g}_{short_way(row)}_b{row['batch']}"
             figures[name] = row["walltime_speedup"]
     return figures
 
 
-def print_bench(rows: list[Any]) -> None:
-    """The table, as wide as a log file needs or as the terminal is."""
+def print_table(table: Table) -> None:
+    """As wide as a log file needs or as the terminal is."""
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
-    console.print(bench_table(rows))
+    console.print(table)
 
 
 @contextmanager

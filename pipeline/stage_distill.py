@@ -18,6 +18,7 @@ from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
 from pipeline.launch import LAUNCH, prepare_launch, train_launched, wait_for_launched
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
+from pipeline.stage_medusa import distill_heads
 from pipeline.store import write_json
 from pipeline.training_figures import log_training_curve
 from pipeline.training_phases import (
@@ -31,11 +32,16 @@ from pipeline.training_phases import (
 
 
 def run_distill(context: StageContext) -> dict[str, object]:
-    """Write `undistilled/` and `draft/` (Hugging Face folders) and `train.json` (what export and eval read)."""
+    """Write `undistilled/` and `draft/` (Hugging Face folders) and `train.json` (what export and eval read).
+
+    With draft.init=medusa, `draft/` holds heads (`specdec_runtime.load_medusa_heads`), and there is no `undistilled/`.
+    """
     wait_for_launched(context.work_dir)
     finished = context.work_dir / "train.json"
     if finished.is_file():  # killed while it cleaned up
         return _figures_of(json.loads(finished.read_text(encoding="utf-8")))
+    if context.config.draft.init_is_medusa:
+        return _figures_of(distill_heads(context))
     parts = corpus_parts(context)
     start = _prepare(context, parts)
     _free_memory()

@@ -27,17 +27,20 @@ from pipeline.drafts import load_drafts
 from pipeline.eval_rows import EvalRows, eval_rows, fitting
 from pipeline.models import load_causal_lm
 from pipeline.prompt_sums import prompt_sums
+from pipeline.stage_medusa import run_heads_eval
 from pipeline.store import write_json
 from pipeline.tracker import Tracker
 from pipeline.viewer import VIEWER_FILE, viewer_page
 
 
 def run_eval(context: StageContext) -> dict[str, object]:
-    """Write `acceptance.json` and the token viewer, `viewer.html`.
+    """Write `acceptance.json` and the token viewer, `viewer.html`; for Medusa heads see `run_heads_eval`.
 
     `acceptance_rate` has rows with intervals, without a warper; the other keys hold what it hangs on.
     """
     settings, config = context.config.eval, context.config
+    if config.draft.init_is_medusa:
+        return run_heads_eval(context)
     target = load_causal_lm(
         context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code
     )

@@ -12,6 +12,8 @@ from pipeline.corpus.mixture import sources_revision
 from pipeline.models import ModelRef, content_revision, obtain_model
 from pipeline.schema import Config
 from pipeline.store import file_revision, fingerprint_of
+from specdec_runtime.medusa_heads import CONFIG_FILE as HEADS_CONFIG
+from specdec_runtime.medusa_heads import WEIGHTS_FILE as HEADS_WEIGHTS
 
 StageFunction = Callable[[StageContext], dict[str, object]]
 #: Whether something is switched on in a configuration, given as nested dicts.
@@ -138,9 +140,12 @@ NOT_IN_FINGERPRINT = frozenset(
         "corpus.max_retries",
         "eval.prompts",
         "bench.prompts",
+        "bench.medusa_heads",
         "preflight.min_free_disk_gib",
     }
 )
+#: Settings that came later: null or [], which is what was done before, leaves a fingerprint as it was.
+NOT_IN_FINGERPRINT_IF_EMPTY = frozenset({"draft.num_heads", "bench.trees"})
 #: Settings of a group that not all of its readers read; those that do name them one by one.
 NOT_IN_GROUP = frozenset({"corpus.held_out_fraction", "draft.expected_acceptance"})
 
@@ -165,7 +170,10 @@ def config_subtree(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, A
             continue
         fields = {f"{group}.{field}": value for field, value in values[group].items()}
         subtree |= {
-            field: value for field, value in fields.items() if field not in NOT_IN_FINGERPRINT | NOT_IN_GROUP
+            field: value
+            for field, value in fields.items()
+            if field not in NOT_IN_FINGERPRINT | NOT_IN_GROUP
+            and (value or field not in NOT_IN_FINGERPRINT_IF_EMPTY)
         }
     return subtree
 
@@ -181,7 +189,22 @@ def input_revisions(config: Config, target: ModelRef) -> dict[str, str]:
     for group, named in (("eval", config.eval.prompts), ("bench", config.bench.prompts)):
         if named is not None:
             revisions[group] = file_revision(Path(named)) if Path(named).is_file() else named
+    if config.bench.medusa_heads is not None:
+        heads = heads_revision(Path(config.bench.medusa_heads))
+        revisions["bench"] = fingerprint_of({"prompts": revisions.get("bench"), "medusa_heads": heads})
     return revisions
+
+
+def heads_revision(folder: Path) -> str:
+    """sha256 of Medusa heads. Raises ValueError where there are none."""
+    paths = [folder / name for name in (HEADS_CONFIG, HEADS_WEIGHTS)]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"bench.medusa_heads={str(folder)!r}: no Medusa heads there (it lacks {', '.join(missing)}); "
+            "`make distill EXPERIMENT=smollm2_medusa` leaves some in artifacts/latest/distill/draft"
+        )
+    return fingerprint_of({path.name: file_revision(path) for path in paths})
 
 
 def stage_fingerprint(

@@ -161,6 +161,8 @@ class SlotCache(Cache):
         destinations_BD = behind_B1 + torch.arange(path_BD.shape[1], device=path_BD.device)
         destinations_BD = destinations_BD.clamp(max=self.capacity - 1)
         sources_BD = torch.where(path_BD < 0, destinations_BD, behind_B1 + path_BD)
+        if not path_BD.is_cuda and torch.equal(sources_BD, destinations_BD):
+            return  # nothing has to move; a GPU would have to wait to know
         for layer in self.slot_layers:
             layer.gather(sources_BD, destinations_BD)
 

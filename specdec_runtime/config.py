@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from specdec_runtime.tree import Tree, make_tree
 
-DRAFTERS = ("model", "ngram")
+DRAFTERS = ("model", "ngram", "medusa")
 SAMPLERS = ("probabilistic", "greedy")
 GAMMAS = ("fixed", "auto")
 ACCEPTANCES = ("exact", "typical", "lenient", "synthetic")
@@ -90,6 +90,7 @@ class DecoderConfig:
                 f"draft_confidence={self.draft_confidence}: drafter='ngram' has no probabilities to go by; set it to 0, "
                 "and raise ngram_min to propose less often"
             )
+        self._check_medusa()
         if not 0.0 <= self.synthetic_acceptance <= 1.0:
             raise ValueError(f"synthetic_acceptance={self.synthetic_acceptance}: must lie in [0, 1]")
         for name in ("eta", "lenience"):
@@ -100,6 +101,12 @@ class DecoderConfig:
                 f"kv_memory_limit_gib={self.kv_memory_limit_gib}: must be > 0, or null for the free memory"
             )
 
+    def _check_medusa(self) -> None:
+        """All heads run at once: there is no step to leave out when a row is not sure enough."""
+        for name, value in (("gamma", "fixed"), ("draft_confidence", 0.0), ("compile", False)):
+            if self.drafter == "medusa" and getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)!r}: with drafter='medusa' only {value!r} is possible")
+
     def _check_tree(self) -> None:
         tree = self.topology
         if tree is None:
@@ -109,7 +116,13 @@ class DecoderConfig:
                 f"num_speculative_tokens={self.num_speculative_tokens}: below the tree's depth of {tree.depth}; raise it, or "
                 "take a flatter tree"
             )
-        chains_only = {"drafter": "model", "gamma": "fixed", "acceptance": "exact", "draft_confidence": 0.0}
+        if self.drafter == "ngram":
+            raise ValueError("drafter='ngram': with a tree only 'model' and 'medusa' are possible; set tree=null")
+        if self.acceptance in ("lenient", "synthetic"):
+            raise ValueError(
+                f"acceptance={self.acceptance!r}: with a tree only 'exact' and 'typical' are possible; set tree=null"
+            )
+        chains_only = {"gamma": "fixed", "draft_confidence": 0.0}
         for name, value in chains_only.items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -45,7 +45,7 @@ class Drafter:
         self.runner = ModelRunner(
             model if vocab_ids is None else with_trimmed_head(model, vocab_ids), "draft", options
         )
-        self.sampler, self.max_spread = sampler, max_spread
+        self.sampler, self.max_spread, self.wants_hidden = sampler, max_spread, False
         # The target may commit an id that a draft with a narrower vocabulary has not: it guesses badly there, no more.
         self.runner.clamps_ids = self.runner.num_input_ids < target_vocab_size
         self.num_columns: Optional[int] = None

@@ -19,13 +19,14 @@ from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.gamma import GammaPolicy, RoundReport, make_gamma_policy
 from specdec_runtime.judge import Judge, Judgement
 from specdec_runtime.limits import Limits, eos_ids_of
+from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.observe import OnRound, report_rounds
 from specdec_runtime.prefill import SharedPrefix, prompt_logits
 from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
 from specdec_runtime.stats import Stats
 from specdec_runtime.stopwatch import Stopwatch
-from specdec_runtime.verification import block_logits, keep_path
+from specdec_runtime.verification import block_logits, keep_hidden, keep_path, last_accepted
 
 
 class SpeculativeDecoder:
@@ -33,7 +34,7 @@ class SpeculativeDecoder:
 
     Args:
         target_model: decides. Its own settings (attention implementation, generation config) are left as they are.
-        draft_model: proposes, or None. Must share the target's tokenizer.
+        draft_model: proposes, or None. Must share the target's tokenizer. With drafter="medusa", heads on the target.
         config: see `DecoderConfig`.
         draft_vocab_ids: sorted ids that the draft's head is trimmed to, or None.
         detokenize: ids -> text; needed for stop strings, and gives `Output.text`.
@@ -46,7 +47,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target_model: PreTrainedModel,
-        draft_model: Optional[PreTrainedModel] = None,
+        draft_model: PreTrainedModel | MedusaHeads | None = None,
         config: Optional[DecoderConfig] = None,
         *,
         draft_vocab_ids: Optional[Tensor] = None,
@@ -57,8 +58,9 @@ class SpeculativeDecoder:
         self.target = ModelRunner(target_model, "target", StepOptions.of(self.config))
         self.device = self.target.device
         self.drafter = make_drafter(
-            self.config, draft_model, draft_vocab_ids, target_vocab_size=self.target.vocab_size
+            self.config, draft_model, draft_vocab_ids, target=self.target
         )
+        self.target.keeps_hidden = self.drafter is not None and self.drafter.wants_hidden
         if on_round is not None and self.config.topology is not None:
             raise ValueError("on_round: a record is of a chain; set tree=null to look on")
         self.detokenize = detokenize
@@ -170,6 +172,8 @@ class SpeculativeDecoder:
             )
         batch = self._batch_of(rows)
         judgement = self._judge(logits, None, batch, batch.noise(1))
+        if self.target.keeps_hidden:
+            keep_hidden(self.target, rows, torch.zeros(len(rows), dtype=torch.long, device=self.device))
         now_s = scheduler.now_s()
         for i, row in enumerate(rows):
             row.commit(judgement.blocks[i], judgement.logprobs_of(i, row.request), now_s)
@@ -205,8 +209,14 @@ class SpeculativeDecoder:
 
     def _commit(self, batch: Batch, judgement: Judgement, now_s: float) -> None:
         if judgement.path_BD is not None:
-            assert self.drafter is not None and self.drafter.runner is not None
-            keep_path((self.target, self.drafter.runner), batch, judgement.path_BD)
+            assert self.drafter is not None
+            draft = self.drafter.runner
+            keep_path(
+                (self.target,) if draft is None else (self.target, draft), batch, judgement.path_BD
+            )
+        if self.target.keeps_hidden:
+            at_B = last_accepted(batch, judgement.num_accepted, judgement.path_BD)
+            keep_hidden(self.target, batch.rows, at_B)
         for slot, row in enumerate(batch.rows):
             num_proposed, num_accepted = judgement.num_proposed[slot], judgement.num_accepted[slot]
             row.rounds.append((row.num_generated, num_proposed, num_accepted))

@@ -1,6 +1,6 @@
 """One model with its slots: forwards that write a block of tokens per row and give logits.
 
-Shape legend: B rows, L positions of the block, V vocabulary.
+Shape legend: B rows, L positions of the block, V vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from specdec_runtime.attention import attention_of_runtime, causal_mask
 from specdec_runtime.cache import SCRATCH, SlotCache, kv_bytes_per_position
 from specdec_runtime.config import DecoderConfig
-from specdec_runtime.graphs import GraphedSteps
+from specdec_runtime.graphs import Computed, GraphedSteps
+from specdec_runtime.hidden import watching_hidden
 from specdec_runtime.layout import BlockLayout
 from specdec_runtime.packed import packed
 
@@ -73,6 +74,9 @@ class ModelRunner:
         self.num_input_ids = int(model.get_input_embeddings().weight.shape[0])
         self.clamps_ids = False  # set where ids may come that the model does not know
         self.cache: Optional[SlotCache] = None
+        # Last hidden states [B, L, H] at the positions of the last forward's logits, where they are wanted.
+        self.keeps_hidden = False
+        self.hidden_BLH: Optional[Tensor] = None
 
     def _compiled(self) -> Callable[..., Any]:
         """Attended lengths and batch sizes change all the time, and each must not be compiled anew (`dynamic`). On a CPU the
@@ -113,9 +117,10 @@ class ModelRunner:
         Returns:
             Logits [B, num_logits, V] in the model's dtype, or None when num_logits is 0.
         """
-        return self._compute(
+        logits, self.hidden_BLH = self._compute(
             self.model, ids_BL, starts_B, sits_out_B, self._rounded(num_cached), first_slot, num_logits
         )
+        return logits
 
     def step(
         self,
@@ -144,6 +149,8 @@ class ModelRunner:
         padded_BL = nn.functional.pad(ids_BL, (0, num_padding))
         logits = self._step(padded_BL, starts_B, num_cached, None, sits_out_B, layout)
         first = 0 if num_logits is None else num_positions - num_logits
+        if self.hidden_BLH is not None:
+            self.hidden_BLH = self.hidden_BLH[:, first:num_positions]
         return logits[:, first:num_positions]
 
     def _step(
@@ -158,7 +165,7 @@ class ModelRunner:
         assert self.cache is not None
         num_cached, num_rows = self._rounded(num_cached), ids_BL.shape[0]
         if not self._pads_rows:
-            logits = self._compute(
+            logits, self.hidden_BLH = self._compute(
                 self._step_model, ids_BL, starts_B, sits_out_B, num_cached, 0, num_logits, layout
             )
             assert logits is not None
@@ -170,15 +177,16 @@ class ModelRunner:
         starts_B = nn.functional.pad(starts_B, (0, num_padding))
         sits_out_B = nn.functional.pad(sits_out_B, (0, num_padding), value=True)
 
-        def compute(ids: Tensor, starts: Tensor, sits_out: Tensor) -> Optional[Tensor]:
+        def compute(ids: Tensor, starts: Tensor, sits_out: Tensor) -> Computed:
             return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits, layout)
 
         if self._graphs is None:
-            logits = compute(ids_BL, starts_B, sits_out_B)
+            logits, hidden = compute(ids_BL, starts_B, sits_out_B)
         else:
             key = (num_cached, num_logits or 0, id(layout))
-            logits = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B)
+            logits, hidden = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B)
         assert logits is not None
+        self.hidden_BLH = None if hidden is None else hidden[:num_rows]
         return logits[:num_rows]
 
     def _rounded(self, num_cached: int) -> int:
@@ -195,7 +203,7 @@ class ModelRunner:
         first_slot: int,
         num_logits: Optional[int],
         layout: Optional[BlockLayout] = None,
-    ) -> Optional[Tensor]:
+    ) -> Computed:
         assert self.cache is not None
         num_positions = ids_BL.shape[1]
         if layout is None:
@@ -214,7 +222,8 @@ class ModelRunner:
         position_ids_BL = positions_BL.clamp(max=self.context - 1)
         module = self.model.base_model if num_logits == 0 else model
         extra = {} if num_logits == 0 else {"logits_to_keep": num_logits or 0}
-        with attention_of_runtime(self.model):
+        wants_hidden = self.keeps_hidden and num_logits != 0
+        with attention_of_runtime(self.model), watching_hidden(self.model, wanted=wants_hidden) as seen:
             out = module(
                 input_ids=ids_BL.clamp(max=self.num_input_ids - 1) if self.clamps_ids else ids_BL,
                 attention_mask=mask,
@@ -223,7 +232,8 @@ class ModelRunner:
                 use_cache=True,
                 **extra,
             )
-        return None if num_logits == 0 else out.logits
+        hidden = seen[0][:, -(num_logits or 0) :] if seen else None
+        return Computed(None if num_logits == 0 else out.logits, hidden)
 
     def prefill(
         self, token_ids: Sequence[int], start: int, *, slot: int, chunk: int, wants_logits: bool

@@ -15,7 +15,16 @@ logger = logging.getLogger("specdec_runtime")
 
 NUM_WARMUP_RUNS = 2
 
-Compute = Callable[[Tensor, Tensor, Tensor], Optional[Tensor]]  # (ids_BL, starts_B, sits_out_B) -> logits
+
+
+class Computed(NamedTuple):
+    """Of a forward: logits, None where the head was not run, and the last hidden states, None where they are not wanted."""
+
+    logits: Optional[Tensor]
+    hidden: Optional[Tensor]
+
+
+Compute = Callable[[Tensor, Tensor, Tensor], Computed]  # (ids_BL, starts_B, sits_out_B) -> its results
 
 
 class Captured(NamedTuple):
@@ -25,7 +34,7 @@ class Captured(NamedTuple):
     ids_BL: Tensor
     starts_B: Tensor
     sits_out_B: Tensor
-    logits: Optional[Tensor]
+    results: Computed
 
 
 class GraphedSteps:
@@ -42,8 +51,8 @@ class GraphedSteps:
 
     def run(
         self, key: tuple[int, ...], compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor
-    ) -> Optional[Tensor]:
-        """Logits of `compute(ids, starts, sits_out)`; they are overwritten by the next step of the same key."""
+    ) -> Computed:
+        """Results of `compute(ids, starts, sits_out)`; they are overwritten by the next step of the same key."""
         if not self.is_usable:
             return compute(ids_BL, starts_B, sits_out_B)
         key = (*ids_BL.shape, *key)
@@ -59,7 +68,7 @@ class GraphedSteps:
         step.starts_B.copy_(starts_B)
         step.sits_out_B.copy_(sits_out_B)
         step.graph.replay()
-        return step.logits
+        return step.results
 
     def _capture(self, compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor) -> Captured:
         inputs = ids_BL.clone(), starts_B.clone(), sits_out_B.clone()
@@ -72,6 +81,6 @@ class GraphedSteps:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = compute(*inputs)
+            results = compute(*inputs)
         self._pool = self._pool or graph.pool()
-        return Captured(graph, *inputs, logits)
+        return Captured(graph, *inputs, results)

@@ -71,7 +71,7 @@ class Judge:
             verdict = self._verdict(logits_BTV, proposal, batch, uniform_PBT)
         else:
             num_accepted_B, path_BD, next_ids_B = judge_tree(
-                logits_BTV, proposal, batch, uniform_PBT, self.draft_vocab_ids_N
+                self.config, logits_BTV, proposal, batch, uniform_PBT, self.draft_vocab_ids_N
             )
             verdict = Verdict(num_accepted_B, next_ids_B)
             line_BG = line_BG.gather(1, path_BD.clamp(min=0))

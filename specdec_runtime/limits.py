@@ -139,12 +139,12 @@ class Limits:
         return bounded
 
     def width(self, rows: Sequence[Row], num_proposed: int) -> int:
-        """Tokens per row of the target's forward, constant over a run with a draft model and a fixed gamma: kernels may round by
+        """Tokens per row of the target's forward, constant over a run with a draft model or heads and a fixed gamma: kernels may round by
         width. Looked-up proposals are of any length, most often none: padding them all would cost more than they bring."""
         if self.config.fixed_width is not None:
             return self.config.fixed_width
         is_speculating = any(row.not_speculating is None for row in rows)
-        if self.config.gamma == "fixed" and self.config.drafter == "model" and is_speculating:
+        if self.config.gamma == "fixed" and self.config.drafter != "ngram" and is_speculating:
             per_row = max(1, self.config.max_draft_tokens // len(rows))
             return 1 + min(self._max_proposals, per_row)
         return 1 + num_proposed

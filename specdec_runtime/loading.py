@@ -21,13 +21,16 @@ def load_draft(
     Raises:
         ValueError: the dtype is unknown, or the folder's `draftsmith.json` has a `vocab_shortlist` that is not a list of ids.
     """
-    if isinstance(dtype, str):
-        named = getattr(torch, dtype, None)
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype={dtype!r}: not a torch dtype; choose bfloat16, float16 or float32")
-        dtype = named
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(dtype), trust_remote_code=trust_remote_code)
     return model, read_vocab_shortlist(folder)
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype by its name. Raises ValueError for a name that is none."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: not a torch dtype; choose bfloat16, float16 or float32")
+    return named
 
 
 def read_vocab_shortlist(folder: str | Path) -> Optional[torch.Tensor]:

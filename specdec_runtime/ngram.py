@@ -30,6 +30,7 @@ class NgramDrafter:
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
         self.runner: Optional[ModelRunner] = None
         self.vocab_ids_N: Optional[Tensor] = None
+        self.wants_hidden = False
 
     def catch_up(self, rows: Sequence[Row], wanted: Sequence[int], *, chunk: int) -> None:
         """Nothing: a row that wants proposals brings its index up to date as it looks them up."""

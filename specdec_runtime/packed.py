@@ -7,14 +7,17 @@ speculation lives on.
 
 import copy
 import logging
-from typing import Optional, TypeGuard
+from typing import Optional, TypeGuard, TypeVar, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.memory import free_memory_bytes
+
+Model = TypeVar("Model", PreTrainedModel, MedusaHeads)
 
 logger = logging.getLogger("specdec_runtime")
 
@@ -44,7 +47,7 @@ class PackedLinear(nn.Module):
         return out
 
 
-def packed(model: PreTrainedModel, role: str) -> PreTrainedModel:
+def packed(model: Model, role: str) -> Model:
     """The same model with every plain `nn.Linear` packed; the model as it is where that cannot be done.
 
     The given model is not changed, and shares all other weights. A layer that was packed before, for another decoder, is
@@ -61,11 +64,10 @@ def packed(model: PreTrainedModel, role: str) -> PreTrainedModel:
             num_bytes / 2**30,
         )
         return model
-    shared: PreTrainedModel = _repacked(model)
-    return shared
+    return cast(Model, _repacked(model))
 
 
-def _has_kernels(model: PreTrainedModel) -> bool:
+def _has_kernels(model: PreTrainedModel | MedusaHeads) -> bool:
     return (
         model.device.type == "cpu"
         and model.dtype in PACKED_DTYPES

@@ -59,9 +59,11 @@ def prompt_logits(
 ) -> Tensor:
     """Feeds the prompts into consecutive slots; returns the logits [B, 1, V] after the last token of each.
 
+    A runner that keeps hidden states then has those of the same positions.
+
     `one_by_one`: no two prompts share a forward, whose shape would decide how each one's numbers are rounded.
     """
-    logits = []
+    logits, hidden = [], []
     feeds = [
         Feed(first_slot + i, prompt, 0) if prefix is None else prefix.rest(first_slot + i, prompt)
         for i, prompt in enumerate(prompts)
@@ -83,6 +85,9 @@ def prompt_logits(
             )
         assert last is not None
         logits.append(last)
+        if runner.hidden_BLH is not None:
+            hidden.append(runner.hidden_BLH)
+    runner.hidden_BLH = torch.cat(hidden) if hidden else None
     return torch.cat(logits)
 
 

@@ -35,12 +35,15 @@ class Proposal(NamedTuple):
 
 
 class Proposer(Protocol):
-    """A source of guesses: a draft model (`drafter.Drafter`), or the text so far (`ngram.NgramDrafter`).
+    """A source of guesses: a draft model (`drafter.Drafter`), the text so far (`ngram.NgramDrafter`), or heads on the target's
+    hidden state (`medusa.MedusaDrafter`).
 
     `runner`: its model with its cache, None where there is none. `vocab_ids_N`: the ids of q's columns, None for all.
+    `wants_hidden`: whether `row.hidden_H`, the target's last hidden state, has to be kept for it.
     """
 
     vocab_ids_N: Optional[Tensor]
+    wants_hidden: bool
 
     @property
     def runner(self) -> Optional[ModelRunner]: ...

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
+from torch import Tensor
+
 from specdec_runtime.detokenize import Detokenize, StopStringFinder
 from specdec_runtime.ngram_index import NgramIndex
 from specdec_runtime.request import Logprobs, Output, Request
@@ -26,7 +28,8 @@ class Row:
 
     `rounds`: (output length before, proposed, accepted) of each round; counted up at the end, when it is known where the
     output was cut. `draft_valid`: positions of the draft's cache that hold committed tokens. `ngrams`: of the tokens so far, where
-    proposals are looked up in them.
+    proposals are looked up in them. `hidden_H`: the target's last hidden state at the position before the last committed token,
+    where a drafter wants it.
     """
 
     index: int
@@ -38,6 +41,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     draft_valid: int = 0
     ngrams: Optional[NgramIndex] = None
+    hidden_H: Optional[Tensor] = None
     finish_reason: Optional[str] = None
     token_times_s: list[float] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=Logprobs)

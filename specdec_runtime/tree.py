@@ -3,7 +3,7 @@
 A tree hangs from the last committed token, its root. Node i is a guess for the token behind node `parents[i]`, or behind the
 root where that is -1. The target reads root and nodes as one block: the root at position 0, node i at position i + 1.
 
-Shape legend: T positions of the block, N = T - 1 nodes, K most children of a position.
+Shape legend: T positions of the block, N = T - 1 nodes, K most children of a position, D depth.
 """
 
 import re
@@ -113,6 +113,13 @@ class Tree:
         num = max(map(len, self.children))
         return torch.tensor([[*nodes, *[-1] * (num - len(nodes))] for nodes in self.children], device=device)
 
+    def line_table(self, device: torch.device) -> Tensor:
+        """[N, D]: the nodes from the root to each node, itself included; -1 behind it."""
+        lines: list[list[int]] = []
+        for node, parent in enumerate(self.parents):
+            lines.append([*(lines[parent] if parent >= 0 else []), node])
+        return torch.tensor([[*line, *[-1] * (self.depth - len(line))] for line in lines], device=device)
+
 
 def tree_of_branches(branches: Sequence[int]) -> Tree:
     """Every position of depth d has `branches[d]` children."""
@@ -135,6 +142,8 @@ def make_tree(topology: str | Sequence[int], *, max_nodes: int) -> Tree:
     Raises:
         ValueError: an unknown name, what `Tree` refuses, or more than `max_nodes` nodes.
     """
+    if not isinstance(topology, (str, Sequence)):
+        raise ValueError(f"tree={topology!r}: give {NAMES}, as text, or the list of parents")
     if isinstance(topology, str):
         branches = _branches_of(topology)
         num_nodes, level = 0, 1

@@ -5,7 +5,7 @@ Shape legend: B rows, N nodes, L positions of one depth that have children, C id
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -13,25 +13,13 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.drafter import Drafter
-from specdec_runtime.layout import BlockLayout, layout_of
+from specdec_runtime.layout import layout_of
 from specdec_runtime.noise import DRAFT
 from specdec_runtime.proposal import Proposal, node_noise
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
 from specdec_runtime.tree import Tree
-from specdec_runtime.verify_tree import sample_without_replacement
-
-
-class _Growth(NamedTuple):
-    """A tree under way. `ids_BN` is filled depth by depth; `noise_BN` is None when nodes are chosen without chance."""
-
-    tree: Tree
-    batch: Batch
-    ids_BN: Tensor
-    noise_BN: Optional[Tensor]
-    lengths_B: Tensor
-    num_cached: int
-    sits_out_B: Optional[Tensor]
+from specdec_runtime.tree_growth import Growth
 
 
 class TreeDrafter(Drafter):
@@ -77,58 +65,37 @@ class TreeDrafter(Drafter):
             assert uniform_PBT is not None
             noise_BN = node_noise(uniform_PBT, DRAFT, tree)
         longest = max(len(row.token_ids) for row, num in zip(rows, wanted, strict=True) if num)
-        growth = _Growth(
-            tree,
-            batch,
-            ids_BN=torch.zeros(len(rows), tree.num_nodes, dtype=torch.long, device=batch.device),
-            noise_BN=noise_BN,
-            lengths_B=batch.column([len(row.token_ids) for row in rows]),
-            num_cached=longest + tree.num_nodes,
-            sits_out_B=wanted_B == 0 if min(wanted) == 0 else None,
-        )
-        probs = [self._grow(growth, depth, watch) for depth in range(tree.depth)]
+        ids_BN = torch.zeros(len(rows), tree.num_nodes, dtype=torch.long, device=batch.device)
+        growth = Growth(tree, batch, ids_BN, noise_BN, self.vocab_ids_N)
+        settings: dict[str, Any] = {
+            "lengths_B": batch.column([len(row.token_ids) for row in rows]),
+            "num_cached": longest + tree.num_nodes,
+            "sits_out_B": wanted_B == 0 if min(wanted) == 0 else None,
+        }
+        probs = []
+        for depth in range(tree.depth):
+            positions = growth.positions_at(depth)
+            with watch.phase("draft"):
+                logits_BLC = self._forward(growth, positions, is_root=depth == 0, **settings)
+            probs.append(growth.fill(positions, logits_BLC[..., : self.num_columns]))
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += tree.depth if num else 0
         q_BIC = (
             None if noise_BN is None else torch.cat([q_BLC for q_BLC in probs if q_BLC is not None], dim=1)
         )
-        return Proposal(growth.ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, tree)
+        return Proposal(ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, tree)
 
-    def _grow(self, growth: _Growth, depth: int, watch: Stopwatch) -> Optional[Tensor]:
-        """Fills in the nodes behind this depth; returns q [B, L, C] at it when they were drawn from it."""
-        tree, sampling, ids_BN = growth.tree, growth.batch.sampling, growth.ids_BN
-        positions = tuple(p for p in tree.positions_at(depth) if tree.children[p])
-        layout = layout_of(tree, positions, ids_BN.device)
-        with watch.phase("draft"):
-            logits_BLC = self._forward(growth, layout, is_root=depth == 0)
-        adjusted_BLC = sampling.adjust(
-            logits_BLC[..., : self.num_columns],
-            num_generated_B=growth.batch.num_generated(),
-            proposed_BG=ids_BN,
-            first_offset=0,
-            vocab_ids_N=self.vocab_ids_N,
-            layout=layout,
-        )
-        q_BLC = None if growth.noise_BN is None else sampling.warp(adjusted_BLC)
-        for i, position in enumerate(positions):
-            nodes = list(tree.children[position])
-            if q_BLC is None or growth.noise_BN is None:
-                columns_BK = adjusted_BLC[:, i].topk(len(nodes), dim=1).indices
-            else:
-                noise_BK = growth.noise_BN[:, nodes]
-                columns_BK = sample_without_replacement(q_BLC[:, i], noise_BK, adjusted_BLC[:, i])
-            ids_BN[:, nodes] = columns_BK if self.vocab_ids_N is None else self.vocab_ids_N[columns_BK]
-        return q_BLC
-
-    def _forward(self, growth: _Growth, layout: BlockLayout, *, is_root: bool) -> Tensor:
+    def _forward(
+        self, growth: Growth, positions: tuple[int, ...], *, is_root: bool, lengths_B: Tensor, **settings: Any
+    ) -> Tensor:
         """Logits at positions of one depth. The root comes with the token before it, as in `Drafter.propose`."""
-        settings: dict[str, Any] = {"num_cached": growth.num_cached, "sits_out_B": growth.sits_out_B}
         if is_root:
             last_two = [row.token_ids[-2:] for row in growth.batch.rows]
             feed = torch.tensor(last_two, device=growth.ids_BN.device)
-            return self.runner.step(feed, growth.lengths_B - 2, num_logits=1, **settings)
+            return self.runner.step(feed, lengths_B - 2, num_logits=1, **settings)
+        layout = layout_of(growth.tree, positions, growth.ids_BN.device)
         feed = growth.ids_BN[:, layout.slots_L - 1]
-        return self.runner.step(feed, growth.lengths_B - 1, layout=layout, **settings)
+        return self.runner.step(feed, lengths_B - 1, layout=layout, **settings)
 
     def settle(self, row: Row, *, num_accepted: int, num_drafted: int) -> None:
         """All accepted nodes but the last were fed, and lie behind the root; the last two committed tokens are fed again."""

@@ -8,13 +8,21 @@ from typing import Optional
 from torch import Tensor
 
 from specdec_runtime.batch import Batch
+from specdec_runtime.config import DecoderConfig
 from specdec_runtime.layout import layout_of
+from specdec_runtime.lossy import lossy_accepts
 from specdec_runtime.noise import ACCEPT, NEXT
 from specdec_runtime.proposal import Proposal, node_noise
-from specdec_runtime.verify_tree import TreeVerdict, verify_tree, verify_tree_by_argmax
+from specdec_runtime.verify_tree import (
+    TreeVerdict,
+    verify_tree,
+    verify_tree_by_argmax,
+    verify_tree_by_verdicts,
+)
 
 
 def judge_tree(
+    config: DecoderConfig,
     logits_BTV: Tensor,
     proposal: Proposal,
     batch: Batch,
@@ -24,7 +32,8 @@ def judge_tree(
     """logits_BTV: raw, any dtype; position i + 1 follows node i."""
     tree, sampling = proposal.tree, batch.sampling
     assert tree is not None
-    if sampling.changes_logits or not sampling.all_greedy:
+    is_exact = config.acceptance == "exact"
+    if sampling.changes_logits or not (sampling.all_greedy and is_exact):
         logits_BTV = sampling.adjust(
             logits_BTV,
             num_generated_B=batch.num_generated(),
@@ -33,6 +42,8 @@ def judge_tree(
             layout=layout_of(tree, tuple(range(tree.num_nodes + 1)), logits_BTV.device),
         )
     draft = {"draft_ids_BN": proposal.ids_BG, "max_depth_B": proposal.num_proposed_B}
+    if not is_exact:
+        return _judge_lossy(config, logits_BTV, proposal, batch, uniform_PBT)
     if sampling.all_greedy:
         return verify_tree_by_argmax(tree, **draft, target_ids_BT=logits_BTV.argmax(dim=2))
     assert uniform_PBT is not None
@@ -43,5 +54,35 @@ def judge_tree(
         draft_probs_BIC=proposal.probs_BGN,
         draft_vocab_ids_C=draft_vocab_ids_N,
         accept_uniform_BN=node_noise(uniform_PBT, ACCEPT, tree),
+        next_uniform_BE=uniform_PBT[NEXT, :, : tree.depth + 1],
+    )
+
+
+def _judge_lossy(
+    config: DecoderConfig,
+    adjusted_BTV: Tensor,
+    proposal: Proposal,
+    batch: Batch,
+    uniform_PBT: Optional[Tensor],
+) -> TreeVerdict:
+    tree, sampling = proposal.tree, batch.sampling
+    assert tree is not None
+    probs_BTV = sampling.warp(adjusted_BTV)
+    if uniform_PBT is None:  # temperature 0: nothing is left to chance
+        uniform_PBT = probs_BTV.new_zeros(3, *probs_BTV.shape[:2])
+    accept_BN = lossy_accepts(
+        config,
+        proposal,
+        probs_BTV=probs_BTV,
+        adjusted_BTV=adjusted_BTV,
+        is_greedy_B=sampling.temperature_B == 0,
+        accept_uniform_BG=uniform_PBT[ACCEPT, :, : tree.depth],
+        draft_vocab_ids_N=None,
+    )
+    return verify_tree_by_verdicts(
+        tree,
+        accept_BN=accept_BN,
+        max_depth_B=proposal.num_proposed_B,
+        target_probs_BTV=probs_BTV,
         next_uniform_BE=uniform_PBT[NEXT, :, : tree.depth + 1],
     )

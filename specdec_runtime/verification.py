@@ -1,6 +1,6 @@
 """The target's forward over what was proposed, and what is left of it in the caches.
 
-Shape legend: B rows, G proposals (a chain, or the nodes of a tree), T = G + 1, D depth of a tree, V vocabulary.
+Shape legend: B rows, G proposals (a chain, or the nodes of a tree), T = G + 1, D depth of a tree, V vocabulary, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner
 from specdec_runtime.layout import layout_of
 from specdec_runtime.proposal import Proposal
+from specdec_runtime.scheduler import Row
 
 
 def block_logits(target: ModelRunner, batch: Batch, proposal: Optional[Proposal], *, width: int) -> Tensor:
@@ -29,6 +30,23 @@ def block_logits(target: ModelRunner, batch: Batch, proposal: Optional[Proposal]
         torch.cat(parts, dim=1), batch.column(starts), num_cached=max(starts) + width, layout=layout
     )
     return logits[:, :num_used]
+
+
+def keep_hidden(target: ModelRunner, rows: Sequence[Row], positions_B: Tensor) -> None:
+    """Gives each row the target's last hidden state at a position of the block that was just verified."""
+    assert target.hidden_BLH is not None
+    hidden_BH = target.hidden_BLH[torch.arange(len(rows), device=target.device), positions_B]
+    for row, hidden_H in zip(rows, hidden_BH.unbind(0), strict=True):
+        row.hidden_H = hidden_H
+
+
+def last_accepted(batch: Batch, num_accepted: Sequence[int], path_BD: Optional[Tensor]) -> Tensor:
+    """[B]: position in the block of the last token that stands; 0, the root, when no proposal does."""
+    num_accepted_B = batch.column(num_accepted)
+    if path_BD is None:
+        return num_accepted_B
+    node_B1 = path_BD.gather(1, (num_accepted_B - 1).clamp(min=0)[:, None])
+    return node_B1.squeeze(1) + 1  # a path that is empty is -1
 
 
 def keep_path(runners: Sequence[ModelRunner], batch: Batch, path_BD: Tensor) -> None:

@@ -118,6 +118,32 @@ def verify_tree_by_argmax(
     return TreeVerdict((path_BD >= 0).sum(dim=1), path_BD, next_ids_B)
 
 
+def verify_tree_by_verdicts(
+    tree: Tree,
+    *,
+    accept_BN: Tensor,
+    max_depth_B: Tensor,
+    target_probs_BTV: Tensor,
+    next_uniform_BE: Tensor,
+) -> TreeVerdict:
+    """The longest path of nodes that a lossy rule lets stand, the first of several; then a token from p behind it.
+
+    Args:
+        accept_BN: the rule's verdict on each node by itself.
+    """
+    device, rows_B = accept_BN.device, torch.arange(accept_BN.shape[0], device=accept_BN.device)
+    depths_N = tree.offsets(device)[1:]
+    fell_BN = ~accept_BN | (depths_N > max_depth_B[:, None])
+    is_reached_BN = ~(fell_BN[:, None, :] & tree.sees(device)[1:, 1:]).any(dim=2)
+    length_BN = is_reached_BN * depths_N
+    num_accepted_B, last_B = length_BN.amax(dim=1), length_BN.argmax(dim=1)
+    none_B = num_accepted_B == 0
+    path_BD = tree.line_table(device)[last_B].masked_fill(none_B[:, None], -1)
+    next_probs_BV = target_probs_BTV[rows_B, (last_B + 1).masked_fill(none_B, 0)]
+    next_u_B = next_uniform_BE.gather(1, num_accepted_B[:, None]).squeeze(1)
+    return TreeVerdict(num_accepted_B, path_BD, sample_by_inverse_cdf(next_probs_BV, next_u_B))
+
+
 def sample_without_replacement(probs_BC: Tensor, uniform_BK: Tensor, ranking_BC: Tensor) -> Tensor:
     """Draws K different columns per row, one after another, each from what the ones before it have left of q.
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.detokenize import Detokenize
 from specdec_runtime.engine import SpeculativeDecoder
+from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.request import Output, Request
 
 
@@ -18,7 +19,7 @@ class NativeBackend:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: Optional[PreTrainedModel] = None,
+        draft: PreTrainedModel | MedusaHeads | None = None,
         config: Optional[DecoderConfig] = None,
         *,
         draft_vocab_ids: Optional[Tensor] = None,

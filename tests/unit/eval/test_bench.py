@@ -17,6 +17,7 @@ from eval.bench_rows import bench_row, predict, strongest_baseline, token_latenc
 from eval.config import BenchConfig
 from eval.teacher_forcing import Draft
 from specdec_runtime import DecoderConfig, Output, Request, Stats
+from specdec_runtime.medusa_heads import heads_of_target
 
 REPORT_KEYS = {
     "backend", "draft", "temperature", "gamma", "batch", "tokens_per_second", "walltime_speedup", "low", "high",
@@ -288,6 +289,87 @@ def test_ngram_lookup_is_a_condition_without_a_draft(make_model: Callable[..., P
     assert all(row["backend"] == "native" and row["block_efficiency"] >= 1 for row in found)
     with pytest.raises(ValueError, match="ngram"):
         run_bench(make_model(0), {"ngram": Draft(make_model(1))}, PROMPTS, config)
+
+
+def test_trees_and_heads_beside_chains(make_model: Callable[..., PreTrainedModel]) -> None:
+    """Chains, trees, Medusa heads and n-grams on the same prompts; heads propose no more than there are of them."""
+    config = BenchConfig(
+        num_prompts=3, max_new_tokens=20, gammas=[2, 3], undistilled_gammas=[1], ngram_gammas=[4], num_bootstrap=10, ignore_eos=True,
+        trees=["2x2", [-1, -1, 0], "chain3"], backends=["native", "hf_generate", "hf_assisted"], num_check_prompts=2,
+    )  # fmt: skip
+    target = make_model(0)
+    drafts = {
+        "undistilled": Draft(make_model(1)),
+        "distilled": Draft(make_model(1, num_layers=1)),
+        "medusa": Draft(heads_of_target(target, num_heads=2, num_layers=1)),
+    }
+    result = run_bench(target, drafts, PROMPTS, config)
+    for temperature in (0.0, 1.0):
+        found = [
+            (row["draft"], row["gamma"], row["tree"])
+            for row in rows_where(result, temperature=temperature, backend="native")
+        ]
+        assert found == [
+            ("none", 0, None), ("undistilled", 1, None), ("distilled", 2, None), ("distilled", 3, None),
+            ("distilled", 2, "2x2"), ("distilled", 2, (-1, -1, 0)), ("distilled", 3, "chain3"),
+            ("medusa", 2, None), ("medusa", 2, "2x2"), ("medusa", 2, (-1, -1, 0)), ("ngram", 4, None),
+        ]  # fmt: skip
+    assert {row["draft"] for row in rows_where(result, backend="hf_assisted")} == {"undistilled", "distilled"}
+    assert all(row["lossless"] for row in result.rows)
+    for row in rows_where(result, backend="native"):
+        assert ("acceptance_from_text" in row) == (row["draft"].endswith("distilled") and row["tree"] is None)
+    for row in rows_where(result, temperature=0.0, draft="medusa"):
+        assert row["num_identical"] == 3
+        assert row["num_checked"] == row["num_identical_same_width"] == 2
+    json.dumps(result.rows)
+
+
+def test_memory_of_what_proposes(make_model: Callable[..., PreTrainedModel]) -> None:
+    target, draft = make_model(0), make_model(1, num_layers=1)
+    heads = heads_of_target(target, num_heads=2, num_layers=1)
+    drafts = {"distilled": Draft(draft), "medusa": Draft(heads)}
+    factory = BackendFactory(target, drafts, DecoderConfig())
+    of_heads, of_draft = (Condition("native", name, 2, 0.0, 1) for name in ("medusa", "distilled"))
+    for condition in (of_heads, of_draft):
+        factory.backend_of(condition).generate([Request([3, 4], 4)])
+    weights = [sum(x.numel() * 4 for x in model.parameters()) for model in (draft, heads)]
+    num_buffers = sum(x.numel() * x.element_size() for x in heads.buffers())
+    assert factory.draft_memory_mb(of_heads) == (weights[1] + num_buffers) / 2**20
+    cached = factory.draft_memory_mb(of_draft) * 2**20 - weights[0]
+    assert 0 < cached < 2**20
+    assert factory.draft_memory_mb(Condition("native", "ngram", 4, 0.0, 1)) == 0
+    assert factory.draft_memory_mb(Condition("hf_assisted", "distilled", 2, 0.0, 1)) is None
+
+
+def test_heads_that_are_too_few_are_refused(make_model: Callable[..., PreTrainedModel]) -> None:
+    drafts = {"medusa": Draft(heads_of_target(make_model(0), num_heads=1, num_layers=1))}
+    with pytest.raises(ValueError, match=r"bench.gammas=\[2\], bench.trees=\['2x2'\]: the Medusa heads of draft 'medusa' are 1"):
+        conditions_at(BenchConfig(gammas=[2], trees=["2x2"]), drafts, temperature=0.0, batch=1)
+
+
+def test_no_chains_where_there_is_something_else() -> None:
+    trees = conditions_at(
+        BenchConfig(gammas=[], trees=["2x2"], backends=["native"]), ["distilled"], temperature=0.0, batch=2
+    )
+    assert [(c.draft, c.tree, c.width) for c in trees] == [("none", None, 1), ("distilled", "2x2", 7)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trees": ["bush3"]}, r"bench\.trees=\['bush3'\].*unknown"),
+        ({"trees": [[0]]}, "node 0 has parent 0"),
+        ({"trees": [3]}, r"bench\.trees=\[3\]"),
+        ({"gammas": []}, r"bench\.gammas=\[\]"),
+        ({"gammas": [], "trees": ["2x2"], "auto_gamma": True}, r"bench\.gammas=\[\]"),
+        ({"trees": ["2x2"], "backends": ["hf_generate"]}, r"bench\.trees=\['2x2'\]: only the native engine"),
+        ({"medusa_heads": "heads", "backends": ["hf_generate"]}, r"bench\.medusa_heads=heads: only the native engine"),
+        ({"medusa_heads": "heads", "target": "random:tiny"}, "random weights have no trained heads"),
+    ],
+)
+def test_wrong_trees_and_heads_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,19 @@ def test_gamma_auto_is_a_level_and_a_synthetic_acceptance_is_in_the_title() -> N
     assert "synthetic" not in speedup_figure(bench_rows(), temperature=0.0).axes[0].get_title()
 
 
+def test_trees_are_points_and_no_part_of_the_line() -> None:
+    trees = [
+        {**bench_rows()[3], "tree": tree, "gamma": 3, "walltime_speedup": speedup, "low": speedup, "high": speedup}
+        for tree, speedup in (("3x2x1", 1.7), ([-1, -1, 0, 2], 1.8))
+    ]
+    (axes,) = speedup_figure([*bench_rows(), *trees], temperature=0.0).axes
+    points = {container.get_label(): container.lines[0].get_xydata().tolist() for container in axes.containers}
+    assert len(points["distilled (native)"]) == 3
+    assert points["distilled (native), tree 3x2x1"] == [[3, 1.7]]
+    assert points["distilled (native), tree 4nodes3deep"] == [[3, 1.8]]
+    speedup_figure(trees, temperature=0.0)
+
+
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ValueError, match="no rows"):
         acceptance_figure([])

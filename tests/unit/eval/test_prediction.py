@@ -55,6 +55,11 @@ def test_where_nothing_moved_the_prediction_is_exact() -> None:
     assert [(row["within"], row["reason"]) for row in rows] == [(True, None)] * 2
 
 
+def test_trees_and_automatic_lengths_are_not_predicted() -> None:
+    rows = rows_of(plain(), drafted(1), drafted(2, tree="2x1"), drafted(2, gamma_policy="auto"))
+    assert [row["gamma"] for row in rows] == [1]
+
+
 @pytest.mark.parametrize(
     ("changes", "plain_changes", "reason"),
     [

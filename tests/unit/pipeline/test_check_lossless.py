@@ -1,6 +1,7 @@
 """The command that holds greedy outputs against plain decoding: it passes on exact ones, and fails on others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import specdec_runtime.judge as judge
 from eval.config import BenchConfig, EvalConfig
 from pipeline.check_lossless import check_lossless
+from pipeline.models import load_causal_lm, resolve_target
 from pipeline.schema import Config, TrackingConfig
+from specdec_runtime.medusa_heads import heads_of_target
 from specdec_runtime.verify import Verdict, verify_chain
 from tests.unit.pipeline.corpus_samples import tiny_config
 from tests.unit.pipeline.trained_samples import finish_stages
@@ -62,6 +65,23 @@ def test_bf16_outputs_are_held_against_plain_decoding_at_the_same_width(config: 
     assert {(c["batch"], c["gamma"], c["against"]) for c in strict} == {
         (1, 1, "plain at width 2"), (1, 3, "plain at width 4")
     }  # fmt: skip
+
+
+def test_trees_heads_and_ngrams_are_checked_too(config: Config, tmp_path: Path) -> None:
+    target = load_causal_lm(resolve_target(config).path, "float32")
+    heads_of_target(target, num_heads=3, num_layers=1).save(tmp_path / "heads")
+    bench = replace(
+        config.bench, gammas=[], trees=["3x2", "2x1x1"], ngram_gammas=[4], batch_sizes=[2], medusa_heads=str(tmp_path / "heads")
+    )
+    for dtype in ("float32", "bfloat16"):
+        assert check_lossless(replace(config, bench=replace(bench, dtype=dtype)))
+        found = [c for c in written(config, dtype) if c["kind"] == "speculative" and c["against"] == "plain at width 1"]
+        assert [(c["draft"], c["tree"], c["gamma"]) for c in found] == [
+            ("distilled", "3x2", 2), ("distilled", "2x1x1", 3), ("medusa", "3x2", 2), ("medusa", "2x1x1", 3), ("ngram", None, 4),
+        ]  # fmt: skip
+        assert [c["what"] for c in found][3:] == ["medusa, tree 2x1x1, batch 2", "ngram, gamma 4, batch 2"]
+        assert all(c["num_identical"] == 3 for c in found) or dtype == "bfloat16"
+        assert not any(c["must_be_identical"] for c in found) or dtype == "float32"
 
 
 def test_a_rule_that_accepts_too_much_is_found_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

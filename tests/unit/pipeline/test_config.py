@@ -18,6 +18,7 @@ NEEDED = {
     "target=hf": "target.path=some/model",
     "draft=pretrained": "draft.path=some/model",
     "draft=narrowed": "draft.hidden_size=384",
+    "draft=medusa": "stages=[corpus,distill,eval,bench]",
     "corpus=prompts": "corpus.prompts=some.jsonl",
     "loss=mix": "loss.weights={tv: 0.9, cross_entropy: 0.1}",
 }
@@ -114,6 +115,17 @@ def test_hydra_refuses_by_name(make_config: Composer, override: str, name: str) 
         (["loss=mix", "loss.weights={kl: 1.0}"], "kl"),
         (["train.max_steps=0"], "train.max_steps=0"),
         (["draft.num_layers=0"], "draft.num_layers=0"),
+        (["draft=medusa"], "preflight is for draft models"),
+        (["+experiment=tiny_medusa", "stages=[corpus,distill,eval,bench,export]"], "export is for draft models"),
+        (["+experiment=tiny_medusa", "bench.gammas=[3]"], "draft.num_heads=2 propose no more"),
+        (["+experiment=tiny_medusa", "bench.auto_gamma=true"], "bench.auto_gamma=true"),
+        (["+experiment=tiny_medusa", "bench.backends=[native,hf_assisted]"], "cannot serve Medusa heads"),
+        (["+experiment=tiny_medusa", "draft.num_heads=null"], "draft.num_heads=None"),
+        (["draft.num_heads=2"], "draft.num_heads=2"),
+        (["+experiment=tiny_medusa", "launch.engine=ddp"], "launch.engine=ddp: Medusa heads"),
+        (["+experiment=tiny_medusa", "draft.vocab_shortlist=auto"], "draft.vocab_shortlist=auto: is for draft models"),
+        (["+experiment=tiny_medusa", "bench.trees=[2x1x1]"], "draft.num_heads=2 propose no more"),
+        (["bench.trees=[bush3]"], "bush3"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(

@@ -10,7 +10,7 @@ import torch
 from eval.config import BenchConfig, EvalConfig
 from pipeline.schema import Config, TrackingConfig
 from pipeline.spec_bench import ROWS, main, run_spec_bench
-from pipeline.spec_bench_table import group_of, leaderboard, leaderboard_markdown, leaderboard_table
+from pipeline.spec_bench_table import group_of, leaderboard, leaderboard_markdown, leaderboard_table, way_name
 from tests.unit.pipeline.corpus_samples import tiny_config
 from tests.unit.pipeline.trained_samples import finish_stages
 
@@ -109,6 +109,15 @@ def test_the_strongest_plain_decoding_is_the_baseline() -> None:
     slow, draft, strong = leaderboard(rows, num_bootstrap=10)
     assert strong["is_baseline"] and not slow["is_baseline"]
     assert draft["overall"]["speedup"] == pytest.approx(2.0 / 1.25)
+
+
+def test_a_tree_is_called_by_its_name_and_older_rows_have_none() -> None:
+    rows = rows_of({"none": 1.0, "distilled": 2.0, "medusa": 1.5}, {"QA": 2})
+    for row in rows:
+        row["conditions"][2]["tree"] = "3x2x1"
+    assert [way_name(way) for way in leaderboard(rows, num_bootstrap=10)][1:] == [
+        "distilled (gamma 2)", "medusa (tree 3x2x1)"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

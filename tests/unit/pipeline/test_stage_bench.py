@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from distill.draft_init import draft_from_layers
 from eval.config import BenchConfig
 from pipeline.context import StageContext
+from pipeline.drafter_table import drafter_figures, drafter_table, has_drafters, short_way
 from pipeline.models import load_causal_lm, resolve_target
 from pipeline.random_bench import run_shapes
 from pipeline.report import bench_table, best_gamma, gamma_word
@@ -19,6 +20,7 @@ from pipeline.schema import Config, TrackingConfig
 from pipeline.stage_bench import bench_figures, choose_prompts, run_bench
 from pipeline.stages import STAGES, config_subtree, input_revisions
 from pipeline.tracker import Tracker
+from specdec_runtime.medusa_heads import heads_of_target
 from tests.conftest import Composer
 from tests.unit.pipeline.corpus_samples import tiny_config
 from tests.unit.pipeline.report_samples import bench_row
@@ -158,6 +160,80 @@ def test_a_server_is_told_the_best_fixed_gamma_and_tables_name_the_automatic_one
     assert [gamma_word(row) for row in rows] == ["2", "auto, <= 5"]
     marked = bench_row(lossless=False, synthetic_acceptance=0.7)
     assert list(bench_table([*rows, marked]).columns[-1].cells) == ["same", "same", "synthetic"]
+
+
+def test_trees_have_names_of_their_own_and_are_no_gamma_for_a_server() -> None:
+    rows = [bench_row(gamma=2, speedup=1.2), bench_row(gamma=3, speedup=1.9, tree="3x2x1", gamma_policy="fixed")]
+    uneven = bench_row(gamma=2, speedup=1.7, tree=[-1, -1, 0], gamma_policy="fixed")
+    assert best_gamma([*rows, uneven], default=9) == 2
+    assert [gamma_word(row) for row in (*rows, uneven)] == ["2", "tree 3x2x1", "tree 3nodes2deep"]
+    assert [short_way(row) for row in (*rows, uneven)] == ["g2", "tree3x2x1", "tree3nodes2deep"]
+
+
+def drafter_row(draft: str, speedup: float, memory_mb: float | None, **changes: Any) -> Any:
+    times = {"draft_ms_per_round": 4.0, "verify_ms_per_round": 31.0, "overhead_ms_per_round": 1.5}
+    return bench_row(draft, speedup=speedup, draft_memory_mb=memory_mb, **times, **changes)
+
+
+def test_what_proposes_is_compared_with_what_it_costs() -> None:
+    rows = [
+        drafter_row("none", 1.0, 0.0, gamma=0), drafter_row("distilled", 1.3, 127.6), drafter_row("ngram", 1.1, 0.0, gamma=8),
+        drafter_row("medusa", 1.2, 30.0, tree="2x1", block_efficiency=1.75),
+        drafter_row("distilled", 0.8, None, backend="hf_assisted"),
+    ]  # fmt: skip
+    minutes = {"distilled": 14.0, "medusa": None}
+    assert has_drafters(rows)
+    assert not has_drafters([rows[0], rows[1]])
+    columns = {str(column.header): list(column.cells) for column in drafter_table(rows, minutes).columns}
+    assert columns["draft"] == ["none", "distilled", "ngram", "medusa"]
+    assert columns["proposes"] == ["-", "2", "8", "tree 2x1"]
+    assert columns["round ms"] == ["36.5"] * 4
+    assert columns["draft MiB"] == ["0", "128", "0", "30"]
+    assert columns["min"] == ["-", "14.0", "-", "-"]
+    figures = drafter_figures(rows, minutes)
+    assert figures["block_efficiency_medusa_t0_tree2x1_b1"] == 1.75
+    assert figures["round_ms_ngram_t0_g8_b1"] == 36.5
+    assert figures["draft_memory_mb_distilled_t0_g2_b1"] == 127.6
+    assert figures["training_minutes_distilled"] == 14.0
+    assert "training_minutes_medusa" not in figures
+
+
+def test_heads_of_a_folder_are_measured_beside_the_draft(
+    make_context: Callable[..., StageContext], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context, folder = make_context(trees=["2x1"], dtype="float32", auto_gamma=False), tmp_path / "heads"
+    model = load_causal_lm(context.target.path, "float32")
+    heads_of_target(model, num_heads=2, num_layers=1).save(folder)
+    (folder / "draftsmith.json").write_text('{"train": {"seconds": 90}}')
+    context.config.bench.medusa_heads = str(folder)
+    figures = run_bench(context)
+    result = json.loads((context.work_dir / "bench.json").read_text())
+    found = [(row["draft"], row["gamma"], row["tree"]) for row in result["bench"] if row["backend"] == "native"]
+    chains_and_trees = [(draft, 2, tree) for draft in ("undistilled", "distilled", "medusa") for tree in (None, "2x1")]
+    assert found == [("none", 0, None), *chains_and_trees]
+    assert all(row["lossless"] for row in result["bench"])
+    assert result["settings"]["training_minutes"] == {"distilled": None, "medusa": 1.5}
+    assert figures["training_minutes_medusa"] == 1.5
+    assert {"walltime_speedup_medusa_t0_tree2x1_b1", "round_ms_medusa_t0_tree2x1_b1"} <= figures.keys()
+    assert "what proposes" in capsys.readouterr().out
+
+
+def test_the_content_of_the_heads_counts_and_not_their_place(
+    make_context: Callable[..., StageContext], tmp_path: Path
+) -> None:
+    context = make_context()
+    config, model = context.config, load_causal_lm(context.target.path, "float32")
+    without = input_revisions(config, context.target)["bench"]
+    revisions = []
+    for name, num_layers in (("one", 1), ("again", 1), ("other", 2)):
+        heads_of_target(model, num_heads=1, num_layers=num_layers).save(tmp_path / name)
+        config.bench.medusa_heads = str(tmp_path / name)
+        revisions.append(input_revisions(config, context.target)["bench"])
+    assert revisions[0] == revisions[1]
+    assert len({without, *revisions}) == 3
+    config.bench.medusa_heads = str(tmp_path)
+    with pytest.raises(ValueError, match=r"bench.medusa_heads=.*no Medusa heads there"):
+        input_revisions(config, context.target)
 
 
 def random_config(tmp_path: Path, **changes: Any) -> Config:

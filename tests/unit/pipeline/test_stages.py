@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.models import ModelRef
 from pipeline.schema import Config
-from pipeline.stages import STAGES, input_revisions, load_function, stage_fingerprint
+from pipeline.stages import STAGES, config_subtree, input_revisions, load_function, stage_fingerprint
 from pipeline.store import file_revision, fingerprint_of
 from tests.conftest import Composer
 
@@ -122,6 +122,21 @@ def test_prompts_count_by_content_and_not_by_place(make_config: Composer, tmp_pa
 def test_fingerprint_does_not_depend_on_the_order_of_keys() -> None:
     assert fingerprint_of({"a": 1, "b": [1.0, None]}) == fingerprint_of({"b": [1.0, None], "a": 1})
     assert fingerprint_of({"a": 1}) != fingerprint_of({"a": 2})
+
+
+def test_a_setting_that_came_later_leaves_older_work_known(make_config: Composer) -> None:
+    """Folders that were finished before draft.num_heads and bench.trees existed are still found."""
+    values = asdict(make_config("+experiment=tiny"))
+    assert "draft.num_heads" not in config_subtree(values, ("draft",))
+    assert "draft.path" not in config_subtree(values, ("draft",))
+    assert config_subtree(values, ("draft",))["draft.keep_layers"] is None
+    heads = asdict(make_config("+experiment=tiny_medusa"))
+    assert config_subtree(heads, ("draft",))["draft.num_heads"] == 2
+    assert "bench.trees" not in config_subtree(values, ("bench",))
+    assert "bench.medusa_heads" not in config_subtree(values, ("bench",))
+    assert config_subtree(values, ("bench",))["bench.ngram_gammas"] == []
+    trees = asdict(make_config("+experiment=tiny", "bench.trees=[3x2x1,binary2,[-1,-1,0]]"))
+    assert config_subtree(trees, ("bench",))["bench.trees"] == ["3x2x1", "binary2", [-1, -1, 0]]
 
 
 def test_every_stage_function_exists() -> None:

@@ -62,6 +62,7 @@ def test_names(name, parents):
     ("topology", "message"),
     [
         ([], "parent of each node"),
+        (4, "tree=4: give .* as text"),
         ([-1, 2], "node 1 has parent 2"),
         ([0], "node 0 has parent 0"),
         ([-2], "node 0 has parent -2"),

@@ -200,12 +200,18 @@ def test_each_position_of_a_block_reads_its_own_path(target, num_padding):
                 torch.testing.assert_close(logits[row, position], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_accepted_path_is_put_in_place():
+def filled_cache() -> SlotCache:
+    """Keys 0 to 17 over two slots of nine positions, 100 more in the second layer; values are minus the first layer's keys."""
     cache = SlotCache(2, num_slots=3, capacity=9)
     states = torch.arange(2 * 9, dtype=torch.float32).view(2, 1, 9, 1)
     for layer in range(2):
         cache.begin(positions_BL=torch.arange(9).expand(2, 9), first_slot=0, num_cached=9)
         cache.update(states + 100 * layer, -states, layer)
+    return cache
+
+
+def test_an_accepted_path_is_put_in_place():
+    cache = filled_cache()
     # Roots at 2 and at 7, beyond which there is one position only.
     cache.keep_path(torch.tensor([2, 7]), torch.tensor([[1, 4, -1], [-1, -1, -1]]))
     for layer in range(2):
@@ -213,6 +219,27 @@ def test_an_accepted_path_is_put_in_place():
         assert keys[0].tolist() == [0, 1, 2, 4, 7, 5, 6, 7, 8]
         assert keys[1].tolist() == list(range(9, 18))
         assert cache.slot_layers[layer].values[0, 0, :, 0].tolist() == [0, -1, -2, -4, -7, -5, -6, -7, -8]
+
+
+@pytest.mark.parametrize(
+    ("path_BD", "num_moves"),
+    [
+        ([[0, 1, -1], [-1, -1, -1]], 0),
+        ([[-1, -1, -1], [0, 1, 2]], 0),
+        ([[0, 2, -1], [-1, -1, -1]], 2),
+        ([[0, 1, 2], [1, -1, -1]], 2),
+    ],
+)
+def test_nothing_is_moved_where_all_accepted_nodes_lie_in_place(path_BD, num_moves, monkeypatch):
+    cache, moved = filled_cache(), []
+    for layer in cache.slot_layers:
+        gather = layer.gather
+        monkeypatch.setattr(layer, "gather", lambda *args, gather=gather: moved.append(gather(*args)))
+    before = [layer.keys.clone() for layer in cache.slot_layers]
+    cache.keep_path(torch.tensor([2, 3]), torch.tensor(path_BD))
+    assert len(moved) == num_moves
+    is_same = all(torch.equal(a, layer.keys) for a, layer in zip(before, cache.slot_layers, strict=True))
+    assert is_same == (num_moves == 0)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +251,8 @@ def test_an_accepted_path_is_put_in_place():
         ),
         ({"tree": "binary2", "gamma": "auto"}, "gamma='auto'"),
         ({"tree": "binary2", "drafter": "ngram"}, "drafter='ngram'"),
-        ({"tree": "binary2", "acceptance": "typical"}, "acceptance='typical'"),
+        ({"tree": "binary2", "acceptance": "lenient"}, "acceptance='lenient'"),
+        ({"tree": "binary2", "acceptance": "synthetic"}, "acceptance='synthetic'"),
         ({"tree": "binary2", "draft_confidence": 0.5}, "draft_confidence=0.5"),
         ({"tree": "binary3", "verify_width": 14}, "verify_width=14"),
         ({"tree": "binary3", "max_draft_tokens": 8}, "above the 8 that are allowed"),

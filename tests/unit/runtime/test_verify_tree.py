@@ -21,6 +21,7 @@ from specdec_runtime.verify_tree import (
     sample_without_replacement,
     verify_tree,
     verify_tree_by_argmax,
+    verify_tree_by_verdicts,
 )
 
 ALPHA, NUM_SAMPLES = 1e-4, 40_000
@@ -296,3 +297,38 @@ def test_drawing_without_replacement_follows_q():
         expected = 20_000 * float(q[a] * q[b] / (1 - q[a]))
         statistic += (int((drawn_BK == torch.tensor([a, b])).all(dim=1).sum()) - expected) ** 2 / expected
     assert float(chi2.sf(statistic, 11)) > ALPHA
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_lossy_rule_keeps_the_longest_path_of_accepted_nodes(name):
+    tree, generator = TREES[name], torch.Generator().manual_seed(0)
+    num_rows, vocab_size = 200, 5
+    accept_BN = torch.rand(num_rows, tree.num_nodes, generator=generator) < 0.6
+    max_depth_B = torch.randint(0, tree.depth + 1, (num_rows,), generator=generator)
+    best_BT = torch.randint(vocab_size, (num_rows, tree.num_nodes + 1), generator=generator)
+    verdict = verify_tree_by_verdicts(
+        tree,
+        accept_BN=accept_BN,
+        max_depth_B=max_depth_B,
+        target_probs_BTV=torch.nn.functional.one_hot(best_BT, vocab_size).float(),
+        next_uniform_BE=torch.rand(num_rows, tree.depth + 1, generator=generator),
+    )
+
+    def longest(row: int, position: int, depth: int) -> list[int]:
+        paths = [[]]
+        for node in tree.children[position]:
+            if accept_BN[row, node] and depth < max_depth_B[row]:
+                paths.append([node, *longest(row, node + 1, depth + 1)])
+        return max(paths, key=len)
+
+    for row in range(num_rows):
+        path = longest(row, 0, 0)
+        assert int(verdict.num_accepted_B[row]) == len(path)
+        found = verdict.path_BD[row].tolist()
+        assert found[len(path) :] == [-1] * (tree.depth - len(path))
+        # Another path of that length may come first among the nodes: it is as long, and all of it was accepted.
+        line = found[: len(path)]
+        assert all(accept_BN[row, node] for node in line)
+        assert [tree.parents[node] for node in line] == [-1, *line[:-1]][: len(line)]
+        assert all(node <= other for node, other in zip(line, path, strict=True))
+        assert int(verdict.next_ids_B[row]) == int(best_BT[row, line[-1] + 1 if line else 0])
