@@ -1,7 +1,7 @@
 """Runs in MLflow: one parent per invocation, one child per stage that did work.
 
 The disk is the truth and this is a view of it: whatever goes wrong with the server becomes one warning, after which
-the run goes on untracked. This is the only module that imports mlflow, and it does so when tracking starts.
+the run goes on untracked. mlflow is imported when tracking starts (`pipeline/tracking_connect.py`).
 """
 
 import functools
@@ -11,16 +11,17 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
-from pipeline.processes import folder_held, is_alive, process_mark
+from pipeline.processes import is_alive, process_mark
 from pipeline.schema import Config, TrackingConfig
 from pipeline.store import UNFINISHED
 from pipeline.tracker import Tracker, flatten
+from pipeline.tracking_connect import connect, one_at_a_time, prepare_environment
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,8 +99,8 @@ class MlflowTracker(Tracker):
         self.settings: TrackingConfig = config.tracking
         self.parent_id = self.run_id = self.experiment_id = ""
         prepare_environment(self.settings.timeout_s)
-        with _one_at_a_time(self.settings.uri):
-            self.client = _connect(self.settings)
+        with one_at_a_time(self.settings.uri):
+            self.client = connect(self.settings)
             self._open(config)
 
     @property
@@ -271,38 +272,3 @@ def _uri(path: Path) -> str:
 def _model_name(name: str) -> str:
     """Model names may not hold these characters."""
     return "".join("-" if character in "/:.%\"' " else character for character in name)
-
-
-def prepare_environment(timeout_s: float) -> None:
-    """Settings that mlflow reads once; a user's own values win."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, round(timeout_s))))
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _one_at_a_time(uri: str) -> AbstractContextManager[None]:
-    """For a SQLite file: mlflow makes its tables step by step, and fails when another process does so at the same time."""
-    folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
-    return folder_held(folder) if uri.startswith("sqlite:///") and folder.is_dir() else nullcontext()
-
-
-def _connect(settings: TrackingConfig) -> "MlflowClient | None":
-    """A client, or None with a warning when the server does not answer within `timeout_s`."""
-    parts = urlsplit(settings.uri)
-    try:
-        if parts.scheme in ("http", "https"):
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname or "", port), timeout=settings.timeout_s).close()
-        import mlflow
-
-        mlflow.set_tracking_uri(settings.uri)
-        mlflow.set_registry_uri(settings.uri)
-        return mlflow.MlflowClient(settings.uri, settings.uri)
-    except Exception as error:  # any kind: the address, the database driver and mlflow each raise their own
-        log.warning(
-            "MLflow at %s cannot be reached (%s); the run goes on without tracking", settings.uri, error
-        )
-        return None

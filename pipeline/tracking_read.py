@@ -1,4 +1,4 @@
-"""Reading runs back from MLflow. With `pipeline/tracking.py`, which writes them, the only module that imports mlflow."""
+"""Reading runs back from MLflow. `pipeline/tracking.py` writes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.schema import TrackingConfig
-from pipeline.tracking import PARENT_TAG, TAG_GROUP, prepare_environment
+from pipeline.tracking import PARENT_TAG, TAG_GROUP
+from pipeline.tracking_connect import prepare_environment
 
 
 @dataclass(frozen=True)
