@@ -5,7 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Optional
@@ -153,8 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data) if num_bytes is None else num_bytes))
         if retry_after:
             self.send_header("Retry-After", retry_after)
-        self.end_headers()
-        self.wfile.write(data)
+        with suppress(ConnectionError):  # a client that does not wait any longer
+            self.end_headers()
+            self.wfile.write(data)
 
 
 def _http_server(fake: FakeServer, port: int) -> ThreadingHTTPServer:
