@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
-from pipeline.models import ModelRef
+from transformers import PreTrainedModel
+
+from pipeline.models import ModelRef, load_causal_lm
 from pipeline.schema import Config
 from pipeline.tracker import Tracker
 
@@ -22,3 +25,11 @@ class StageContext:
     inputs: dict[str, Path]
     tracker: Tracker
     target: ModelRef
+
+
+def load_target(context: StageContext, *, dtype: Optional[str] = None) -> PreTrainedModel:
+    """The target, as the configuration has it; in `dtype` where that is given."""
+    settings = context.config.target
+    return load_causal_lm(
+        context.target.path, dtype=dtype or settings.dtype, trust_remote_code=settings.trust_remote_code
+    )

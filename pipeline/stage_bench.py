@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from eval.bench import run_bench as measure_speed
 from eval.plots import speedup_figure
 from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts
-from pipeline.context import StageContext
+from pipeline.context import StageContext, load_target
 from pipeline.drafter_table import drafter_figures, drafter_table, has_drafters, short_way
 from pipeline.drafts import load_bench_drafts, training_minutes
 from pipeline.held_out import corpus_parts
-from pipeline.models import load_causal_lm, load_tokenizer
+from pipeline.models import load_tokenizer
 from pipeline.report import bench_table, describe_machine
 from pipeline.store import write_json
 
@@ -35,8 +35,8 @@ def run_bench(context: StageContext) -> dict[str, object]:
     Where there are trees, Medusa heads or n-grams among them, what proposes is compared in a table of its own.
     """
     config = context.config
-    dtype, trust = config.bench.dtype or config.target.dtype, config.target.trust_remote_code
-    target = load_causal_lm(context.target.path, dtype=dtype, trust_remote_code=trust)
+    dtype = config.bench.dtype or config.target.dtype
+    target = load_target(context, dtype=dtype)
     chosen = choose_prompts(context, target)
     drafts, minutes = load_bench_drafts(context, dtype=dtype), training_minutes(context)
     with bench_progress() as on_progress:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eval.held_out import HeldOutAcceptance
-from pipeline.context import StageContext
+from pipeline.context import StageContext, load_target
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
@@ -25,7 +25,6 @@ from pipeline.training_phases import (
     ON_POLICY,
     REFERENCE,
     Trained,
-    load_target,
     phase_figures,
     train_in_phases,
 )

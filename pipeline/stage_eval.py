@@ -22,10 +22,9 @@ from eval.decoded_acceptance import decoded_acceptance
 from eval.plots import acceptance_figure
 from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
-from pipeline.context import StageContext
+from pipeline.context import StageContext, load_target
 from pipeline.drafts import load_drafts
 from pipeline.eval_rows import EvalRows, eval_rows, fitting
-from pipeline.models import load_causal_lm
 from pipeline.prompt_sums import prompt_sums
 from pipeline.stage_medusa import run_heads_eval
 from pipeline.store import write_json
@@ -41,9 +40,7 @@ def run_eval(context: StageContext) -> dict[str, object]:
     settings, config = context.config.eval, context.config
     if config.draft.init_is_medusa:
         return run_heads_eval(context)
-    target = load_causal_lm(
-        context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code
-    )
+    target = load_target(context)
     drafts, measured = load_drafts(context), eval_rows(context, target)
     tables = teacher_forced_acceptance(
         target,

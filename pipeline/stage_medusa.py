@@ -12,11 +12,10 @@ from rich.table import Table
 from distill.medusa import train_medusa
 from eval.acceptance_summary import Resampling
 from eval.head_acceptance import HeadAcceptance
-from pipeline.context import StageContext
+from pipeline.context import StageContext, load_target
 from pipeline.corpus.policy import share_temperatures
 from pipeline.eval_rows import eval_rows
 from pipeline.held_out import corpus_parts
-from pipeline.models import load_causal_lm
 from pipeline.shortlist import shortlist
 from pipeline.source_model import describe_source
 from pipeline.store import write_json
@@ -33,9 +32,7 @@ def distill_heads(context: StageContext) -> dict[str, Any]:
     """Train the heads that `draft` describes; write `draft/` (weights, config, card, provenance) and `train.json`, which is returned."""
     config, parts = context.config, corpus_parts(context)
     assert config.draft.num_heads is not None
-    target = load_causal_lm(
-        context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code
-    )
+    target = load_target(context)
     acceptance_of = HeadAcceptance(
         target, parts.validation, temperatures=share_temperatures(config.corpus), max_tokens=NUM_VALIDATION_TOKENS
     )
@@ -75,10 +72,8 @@ def distill_heads(context: StageContext) -> dict[str, Any]:
 
 def run_heads_eval(context: StageContext) -> dict[str, object]:
     """Write `acceptance.json`: per head and temperature, with intervals over prompts; no `acceptance_rate` of a draft model."""
-    settings, config = context.config.eval, context.config
-    target = load_causal_lm(
-        context.target.path, dtype=config.target.dtype, trust_remote_code=config.target.trust_remote_code
-    )
+    settings = context.config.eval
+    target = load_target(context)
     measured = eval_rows(context, target)
     heads = load_heads(context)
     acceptance = HeadAcceptance(

@@ -128,9 +128,11 @@ class MlflowTracker(Tracker):
         # A database names no place for files, and mlflow would make ./mlruns; a server has its own place.
         is_database = urlsplit(self.settings.uri).scheme not in ("http", "https", "databricks")
         place = (Path(config.artifacts_dir).absolute() / "mlflow").as_uri() if is_database else None
+        from mlflow.exceptions import MlflowException
+
         try:
             return str(self._client.create_experiment(self.settings.experiment, artifact_location=place))
-        except Exception:  # another process may have been quicker
+        except MlflowException:  # another process may have been quicker
             found = self._client.get_experiment_by_name(self.settings.experiment)
             if found is None:
                 raise

@@ -14,7 +14,7 @@ from distill.config import OnPolicyConfig, TokenSelectionConfig
 from distill.on_policy import train_on_policy
 from distill.reference import reference_losses
 from distill.train import TrainResult, train_draft
-from pipeline.context import StageContext
+from pipeline.context import StageContext, load_target
 from pipeline.models import load_causal_lm, load_tokenizer
 
 #: Folders of the phases beside the offline one's, in the stage's folder while it works.
@@ -66,12 +66,6 @@ def train_in_phases(
     record["num_supervised_tokens"] = offline.num_supervised_tokens + result.num_supervised_tokens
     record["best_acceptance"] = max(result.offline_acceptance, result.on_policy_acceptance)
     return Trained(result.best_dir or offline.best_dir, offline, record)
-
-
-def load_target(context: StageContext) -> PreTrainedModel:
-    """The target, as the configuration has it."""
-    settings = context.config.target
-    return load_causal_lm(context.target.path, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def phase_figures(record: dict[str, Any]) -> dict[str, float | bool]:

@@ -13,9 +13,8 @@ from torch import Tensor
 from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner
 from specdec_runtime.medusa_heads import MedusaHeads
-from specdec_runtime.noise import DRAFT
 from specdec_runtime.packed import packed
-from specdec_runtime.proposal import Proposal, node_noise
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
 from specdec_runtime.tree import Tree
@@ -87,12 +86,7 @@ class MedusaDrafter:
         """One pass through the heads for all rows; `wanted` bounds the depth of each. The heads know no `confidence`."""
         rows, wanted_B = batch.rows, batch.column(wanted)
         tree = self._topology(max(wanted), len(rows))
-        noise_BN = None
-        if self.sampler != "greedy" and not batch.sampling.all_greedy:
-            assert uniform_PBT is not None
-            noise_BN = node_noise(uniform_PBT, DRAFT, tree)
-        ids_BN = torch.zeros(len(rows), tree.num_nodes, dtype=torch.long, device=batch.device)
-        growth = Growth(tree, batch, ids_BN, noise_BN, self.vocab_ids_N)
+        growth = Growth.start(tree, batch, uniform_PBT, sampler=self.sampler, vocab_ids_C=self.vocab_ids_N)
         with watch.phase("draft"):
             logits_BKC = self.heads(_hidden(rows), tree.depth)
         probs = []
@@ -102,9 +96,9 @@ class MedusaDrafter:
             probs.append(growth.fill(positions, logits_BLC))
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += 1 if num else 0
-        q_BIC = None if noise_BN is None else torch.cat([q for q in probs if q is not None], dim=1)
+        q_BIC = None if growth.noise_BN is None else torch.cat([q for q in probs if q is not None], dim=1)
         return Proposal(
-            ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, None if self.tree is None else tree
+            growth.ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, None if self.tree is None else tree
         )
 
     def _topology(self, max_depth: int, num_rows: int) -> Tree:

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from specdec_runtime.batch import Batch
 from specdec_runtime.drafter import Drafter
 from specdec_runtime.layout import layout_of
-from specdec_runtime.noise import DRAFT
-from specdec_runtime.proposal import Proposal, node_noise
+from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
 from specdec_runtime.tree import Tree
@@ -60,13 +59,8 @@ class TreeDrafter(Drafter):
         rows, wanted_B = batch.rows, batch.column(wanted)
         max_nodes = max(1, self.max_draft_tokens // len(rows))
         tree = self._prefix(max_depth=max(wanted), max_nodes=max_nodes)
-        noise_BN = None
-        if self.sampler != "greedy" and not batch.sampling.all_greedy:
-            assert uniform_PBT is not None
-            noise_BN = node_noise(uniform_PBT, DRAFT, tree)
         longest = max(len(row.token_ids) for row, num in zip(rows, wanted, strict=True) if num)
-        ids_BN = torch.zeros(len(rows), tree.num_nodes, dtype=torch.long, device=batch.device)
-        growth = Growth(tree, batch, ids_BN, noise_BN, self.vocab_ids_N)
+        growth = Growth.start(tree, batch, uniform_PBT, sampler=self.sampler, vocab_ids_C=self.vocab_ids_N)
         settings: dict[str, Any] = {
             "lengths_B": batch.column([len(row.token_ids) for row in rows]),
             "num_cached": longest + tree.num_nodes,
@@ -81,9 +75,9 @@ class TreeDrafter(Drafter):
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += tree.depth if num else 0
         q_BIC = (
-            None if noise_BN is None else torch.cat([q_BLC for q_BLC in probs if q_BLC is not None], dim=1)
+            None if growth.noise_BN is None else torch.cat([q_BLC for q_BLC in probs if q_BLC is not None], dim=1)
         )
-        return Proposal(ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, tree)
+        return Proposal(growth.ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, tree)
 
     def _forward(
         self, growth: Growth, positions: tuple[int, ...], *, is_root: bool, lengths_B: Tensor, **settings: Any

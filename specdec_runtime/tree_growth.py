@@ -5,10 +5,13 @@ Shape legend: B rows, N nodes, L positions of one depth that have children, C id
 
 from typing import NamedTuple, Optional
 
+import torch
 from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.layout import layout_of
+from specdec_runtime.noise import DRAFT
+from specdec_runtime.proposal import node_noise
 from specdec_runtime.tree import Tree
 from specdec_runtime.verify_tree import sample_without_replacement
 
@@ -22,6 +25,18 @@ class Growth(NamedTuple):
     ids_BN: Tensor
     noise_BN: Optional[Tensor]
     vocab_ids_C: Optional[Tensor]
+
+    @classmethod
+    def start(
+        cls, tree: Tree, batch: Batch, uniform_PBT: Optional[Tensor], *, sampler: str, vocab_ids_C: Optional[Tensor]
+    ) -> "Growth":
+        """A tree without nodes; they will be drawn by chance where a row is sampled and `sampler` is not "greedy"."""
+        noise_BN = None
+        if sampler != "greedy" and not batch.sampling.all_greedy:
+            assert uniform_PBT is not None
+            noise_BN = node_noise(uniform_PBT, DRAFT, tree)
+        ids_BN = torch.zeros(len(batch.rows), tree.num_nodes, dtype=torch.long, device=batch.device)
+        return cls(tree, batch, ids_BN, noise_BN, vocab_ids_C)
 
     def positions_at(self, depth: int) -> tuple[int, ...]:
         """Those of a depth that have children."""

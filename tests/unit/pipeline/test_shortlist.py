@@ -15,6 +15,7 @@ from distill.draft_init import frequent_token_ids
 from eval.theory import StepTimes
 from pipeline import shortlist as module
 from pipeline import stage_distill
+from pipeline.context import load_target
 from pipeline.held_out import corpus_parts
 from pipeline.schema import Config
 from pipeline.shortlist import (
@@ -27,7 +28,6 @@ from pipeline.shortlist import (
 )
 from pipeline.stage_distill import run_distill
 from pipeline.summary import summary_tags
-from pipeline.training_phases import load_target
 from tests.unit.pipeline.distill_samples import context_of, tiny_corpus
 
 torch.set_num_threads(1)
