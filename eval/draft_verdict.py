@@ -6,6 +6,7 @@ No acceptance is assumed to be i.i.d. here: tau by gamma comes from text (`eval.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from eval.bootstrap import Interval
 from eval.theory import StepTimes, predicted_speedup
 
 PAYS, PAYS_WHEN_SHORT, DOES_NOT_PAY = "pays", "pays only at", "does not pay"
@@ -33,6 +34,34 @@ class DraftVerdict:
         if len(self.paying_gammas) == len(self.speedups):
             return PAYS
         return f"{PAYS_WHEN_SHORT} gamma {', '.join(map(str, self.paying_gammas))}"
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Gammas of a verdict by what the clock says: it agrees, the interval holds 1 and so leaves it open, or it disagrees."""
+
+    confirmed: list[int]
+    open: list[int]
+    refuted: list[int]
+
+    @property
+    def meaning(self) -> str:
+        """As in `confirmed at gamma 1, 3; open at gamma 2`; empty without measurements."""
+        parts = [("confirmed", self.confirmed), ("open", self.open), ("refuted", self.refuted)]
+        return "; ".join(f"{word} at gamma {', '.join(map(str, gammas))}" for word, gammas in parts if gammas)
+
+
+def confirm(verdict: DraftVerdict, measured: Mapping[int, Interval]) -> Confirmation:
+    """Hold a verdict against measured speedups, by gamma, over plain decoding."""
+    result = Confirmation([], [], [])
+    for gamma, speedup in sorted(measured.items()):
+        if speedup.low <= 1 <= speedup.high:
+            result.open.append(gamma)
+        elif (speedup.value > 1) == (gamma in verdict.paying_gammas):
+            result.confirmed.append(gamma)
+        else:
+            result.refuted.append(gamma)
+    return result
 
 
 def judge_draft(tau_by_gamma: Mapping[int, float], times: StepTimes) -> DraftVerdict:

@@ -4,8 +4,10 @@
 
 with tau worked out from held-out text (`eval.rounds`) and the times of the preflight, which was taken before any
 training. Where it is more than `TOLERANCE` off, the reason is the part that moved the ratio most: tokens per round, the
-plain step, the draft's steps, the verification, the overhead, or what lies outside rounds. The same with tau worked out
-from plain decoding's answers to the bench's own prompts (`eval.bench_text`) leaves out what those prompts differ in.
+plain step, the draft's steps, the verification, the overhead, or what lies outside rounds. Two more predictions leave out,
+one after the other, what is no fault of the model: with tau worked out from plain decoding's answers to the bench's own
+prompts (`eval.bench_text`), what those prompts differ in; and with the bench's own step times as well, how the machine has
+changed since the preflight.
 """
 
 import math
@@ -39,8 +41,9 @@ def prediction_rows(
 
     Returns:
         {draft, temperature, gamma, predicted, measured, low, high, error, within, reason, predicted_on_same_text,
-        error_on_same_text}: `error` is predicted / measured - 1, `within` whether it is at most 10% off, `reason` None
-        where it is; the last two are None where the bench has no acceptance from its text.
+        error_on_same_text, predicted_paired, error_paired}: `error` is predicted / measured - 1, `within` whether it is at
+        most 10% off, `reason` None where it is; the others are None where the bench has no acceptance from its text, or no
+        native plain decoding.
     """
     entries = {(r["draft"], r["temperature"]): r for r in rounds if r["sampler"] == sampler and r["warper"] == "none"}
     plain = {r["temperature"]: r for r in bench if r["draft"] == "none" and r["backend"] == "native" and r["batch"] == 1}
@@ -60,9 +63,12 @@ def prediction_rows(
 def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Row:
     gamma, measured = int(row["gamma"]), float(row["walltime_speedup"])
     predicted = _predicted(times, tau, gamma)
-    on_same_text = None
+    on_same_text = paired = None
     if "acceptance_from_text" in row:
-        on_same_text = _predicted(times, 1 + sum(row["acceptance_from_text"]), gamma)
+        tau_on_same_text = 1 + sum(row["acceptance_from_text"])
+        on_same_text = _predicted(times, tau_on_same_text, gamma)
+        if plain is not None:
+            paired = tau_on_same_text * _round_ms(plain) / _round_ms(row) * float(plain["walltime_speedup"])
     error = predicted / measured - 1
     within = abs(error) <= TOLERANCE
     return {
@@ -74,7 +80,14 @@ def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mappin
         "reason": None if within else _reason(times, tau, row, plain),
         "predicted_on_same_text": on_same_text,
         "error_on_same_text": None if on_same_text is None else on_same_text / measured - 1,
+        "predicted_paired": paired,
+        "error_paired": None if paired is None else paired / measured - 1,
     }
+
+
+def _round_ms(row: Mapping[str, Any]) -> float:
+    """Milliseconds of a round, or of a plain step, as the bench measured its parts."""
+    return sum(float(row[f"{part}_ms_per_round"]) for part in ("draft", "verify", "overhead"))
 
 
 def _predicted(times: StepTimes, tau: float, gamma: int) -> float:
@@ -109,7 +122,7 @@ def _reason(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping
         effect = math.log(round_ms / (round_ms - expected + measured_ms[name]))
         effects.append((effect, f"{name}: {expected:.1f} ms a round in the preflight, {measured_ms[name]:.1f} in the bench"))
     if plain is not None:
-        step_ms = float(plain["verify_ms_per_round"]) + float(plain["overhead_ms_per_round"])
+        step_ms = _round_ms(plain)
         text = f"a plain step: {times.target_ms[0]:.1f} ms in the preflight, {step_ms:.1f} in the bench"
         effects.append((math.log(step_ms / times.target_ms[0]), text))
         if plain["walltime_speedup"] < 1:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.corpus.mixture import count_rows, sources_of
 from pipeline.schema import Config
+from specdec_runtime.config import DecoderConfig
 
 GIB = 2**30
 PROMPT_TOKENS = 16
@@ -53,7 +54,8 @@ def kv_bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
 
 
 def memory_gib(config: Config, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, float]:
-    """GiB for weights and for both KV caches at the longest row and the runtime's batch, and for training the draft."""
+    """GiB for weights, for both KV caches at the longest row and the runtime's batch, for a round's proposals (chain or
+    tree) and for training the draft."""
     num_positions = config.runtime.max_batch_size * (
         config.corpus.max_prompt_tokens + config.corpus.max_new_tokens
     )
@@ -62,11 +64,21 @@ def memory_gib(config: Config, target: PreTrainedModel, draft: PreTrainedModel) 
         "draft_weights": weight_bytes(draft),
         "target_kv_cache": num_positions * kv_bytes_per_token(target.config, target.dtype.itemsize),
         "draft_kv_cache": num_positions * kv_bytes_per_token(draft.config, draft.dtype.itemsize),
+        "proposals": _proposal_bytes(config.runtime, target, draft),
         "training": TRAINING_BYTES_PER_PARAMETER * num_parameters(draft) + _target_bytes_in_training(config, target),
     }
     return {name: round(size / GIB, 4) for name, size in sizes.items()} | {
         "available": round(psutil.virtual_memory().available / GIB, 2)
     }
+
+
+def _proposal_bytes(runtime: DecoderConfig, target: PreTrainedModel, draft: PreTrainedModel) -> int:
+    """Of all rows together: a place in both caches, and the fp32 logits of p and q, for each node of the chain or tree."""
+    per_node = sum(
+        kv_bytes_per_token(model.config, model.dtype.itemsize) + 4 * int(model.config.get_text_config().vocab_size)
+        for model in (target, draft)
+    )
+    return per_node * min(runtime.max_batch_size * runtime.max_proposals, runtime.max_draft_tokens)
 
 
 def _target_bytes_in_training(config: Config, target: PreTrainedModel) -> int:

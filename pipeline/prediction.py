@@ -27,9 +27,9 @@ def read_prediction(inputs: Mapping[str, Path], *, sampler: str) -> list[Row]:
 
 
 def prediction_table(rows: Sequence[Row]) -> Table:
-    """Predicted against measured, the reason where they are apart, and the error with the acceptance on the bench's own text."""
+    """Predicted against measured, the reason where they are apart, and the errors with the bench's own text and times."""
     table = Table(title=f"prediction (preflight's times, held-out acceptance) against the bench; off by more than {TOLERANCE:.0%}: why")
-    for heading in ("draft", "temp", "gamma", "predicted", "measured", "error", "on its text"):
+    for heading in ("draft", "temp", "gamma", "predicted", "measured", "error", "on its text", "and its times"):
         table.add_column(heading, justify="right" if heading != "draft" else "left")
     table.add_column("reason")
     for row in rows:
@@ -40,7 +40,7 @@ def prediction_table(rows: Sequence[Row]) -> Table:
             f"{row['predicted']:.2f}",
             f"{row['measured']:.2f} \\[{row['low']:.2f}, {row['high']:.2f}]",
             f"{row['error']:+.0%}",
-            "" if row["error_on_same_text"] is None else f"{row['error_on_same_text']:+.0%}",
+            *("" if row[name] is None else f"{row[name]:+.0%}" for name in ("error_on_same_text", "error_paired")),
             row["reason"] or "",
             style=None if row["within"] else "yellow",
         )

@@ -130,7 +130,8 @@ def _memory_findings(memory: dict[str, float]) -> list[Finding]:
         memory["target_weights"]
         + memory["draft_weights"]
         + memory["target_kv_cache"]
-        + memory["draft_kv_cache"],
+        + memory["draft_kv_cache"]
+        + memory["proposals"],
     )
     if needed <= memory["available"]:
         return []

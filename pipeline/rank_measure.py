@@ -94,9 +94,10 @@ def step_times(config: Config, target: PreTrainedModel, draft: Draft) -> StepTim
 
 
 def gammas_to_measure(verdict: DraftVerdict, max_gamma: int) -> list[int]:
-    """The predicted best, its neighbours, and 1: the best one by the clock is among them if the prediction is near."""
-    around = (verdict.best_gamma - 1, verdict.best_gamma, verdict.best_gamma + 1)
-    return sorted({1, *(gamma for gamma in around if 1 <= gamma <= max_gamma)})
+    """The predicted best and its neighbours; 1; and both sides of where paying ends: so that the clock can say no to any of it."""
+    longest = max(verdict.paying_gammas, default=1)
+    wanted = {verdict.best_gamma - 1, verdict.best_gamma, verdict.best_gamma + 1, longest, longest + 1}
+    return sorted({1, *(gamma for gamma in wanted if 1 <= gamma <= max_gamma)})
 
 
 def measure_speedups(

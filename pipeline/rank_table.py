@@ -1,11 +1,14 @@
 """A ranking as rows and as a table: the fastest measured draft first, those that cannot be used last."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from eval.bootstrap import Interval
+from eval.draft_verdict import confirm
 from pipeline.rank_candidates import Candidate
 from pipeline.rank_measure import Outlook
 
@@ -29,6 +32,8 @@ def rank_row(
     verdict, times = outlook.verdict, outlook.times
     own = [entry for entry in bench if entry["draft"] == candidate.name]
     best = max(own, key=lambda entry: float(entry["walltime_speedup"]))
+    measured = {int(e["gamma"]): Interval(e["walltime_speedup"], e["low"], e["high"]) for e in own}
+    confirmation = confirm(verdict, measured)
     return row | {
         "acceptance_rate": outlook.acceptance,
         "cost_ratio": times.cost_ratio,
@@ -38,12 +43,13 @@ def rank_row(
         "predicted_gamma": verdict.best_gamma,
         "predicted_speedup": verdict.best_speedup,
         "verdict": verdict.meaning,
+        "by_the_clock": asdict(confirmation) | {"meaning": confirmation.meaning},
         "measured_gamma": best["gamma"],
         "measured_speedup": best["walltime_speedup"],
         "measured_low": best["low"],
         "measured_high": best["high"],
         "block_efficiency": best["block_efficiency"],
-        "measured_speedup_by_gamma": {str(entry["gamma"]): entry["walltime_speedup"] for entry in own},
+        "measured_speedup_by_gamma": {str(gamma): interval.as_dict() for gamma, interval in measured.items()},
         "num_prompts": best["num_prompts"],
     }
 
@@ -69,7 +75,8 @@ def rank_table(rows: Sequence[Row]) -> Table:
         "tau",
     ):
         table.add_column(heading, justify="right")
-    table.add_column("verdict", overflow="fold")
+    for heading in ("verdict", "by the clock"):
+        table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*_cells(row, temperatures), style=_style(row))
     return table
@@ -79,7 +86,7 @@ def _cells(row: Row, temperatures: Sequence[float]) -> list[str]:
     name, usable = escape(row["draft"]), "no" if not row["compatible"] else "after export" if row["warnings"] else "yes"
     size = [f"{row['num_parameters'] / 1e6:.1f}M", _memory(row)] if "num_parameters" in row else ["-", "-"]
     if "measured_speedup" not in row:
-        blanks = ["-"] * (len(temperatures) + 4)
+        blanks = ["-"] * (len(temperatures) + 5)
         return [name, usable, *size, *blanks, escape(row["reasons"][0]) if row["reasons"] else "-"]
     rates = {entry["temperature"]: entry for entry in row["acceptance_rate"]}
     predicted = f"{row['predicted_speedup']:.2f} (gamma {row['predicted_gamma'] or '-'})"
@@ -96,6 +103,7 @@ def _cells(row: Row, temperatures: Sequence[float]) -> list[str]:
         escape(measured),
         f"{row['block_efficiency']:.2f}",
         row["verdict"],
+        row["by_the_clock"]["meaning"],
     ]
 
 

@@ -114,13 +114,23 @@ def _meaning(paying: list[int], break_even: dict[int, float | None]) -> str:
     )
 
 
+def _largest(verdict: Verdict) -> str:
+    """The largest draft that pays, as a sentence."""
+    layers = verdict["largest_paying_num_layers"]
+    size = "" if layers is None else f", {layers} of the target's layers"
+    return (
+        f"The largest draft that pays, at an acceptance of {verdict['assumed_acceptance']:g}: "
+        f"a step of {verdict['largest_paying_draft_ms']:.1f} ms{size}"
+    )
+
+
 def verdict_table(verdict: Verdict) -> Table:
     """Predicted speedup by acceptance (rows) and gamma (columns), the best of each row in bold."""
     gammas = list(verdict["break_even_acceptance"])
     table = Table(
         title=f"predicted speedup: draft step {verdict['T_draft_ms']:.2f} ms, target step {verdict['T_target_ms']['1']:.2f} ms, "
         f"cost ratio {verdict['cost_ratio']:.3f}",
-        caption=verdict["meaning"],
+        caption=f"{verdict['meaning']}. {_largest(verdict)}",
     )
     table.add_column("acceptance_rate")
     for gamma in gammas:

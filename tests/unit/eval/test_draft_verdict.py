@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from eval.bootstrap import Interval
 from eval.config import BenchConfig
-from eval.draft_verdict import judge_draft
+from eval.draft_verdict import Confirmation, DraftVerdict, confirm, judge_draft
 from eval.random_bench import build_model, run_random_bench
 from eval.rounds import rounds_of
 from eval.shapes import SHAPES, Shape
@@ -44,6 +45,15 @@ def test_it_agrees_with_the_break_even_acceptance() -> None:
         for alpha, pays in ((edge - 0.01, False), (edge + 0.01, True)):
             verdict = judge_draft({gamma: expected_tokens_iid(alpha, gamma)}, times)
             assert verdict.pays is pays
+
+
+def test_the_clock_confirms_refutes_or_leaves_open() -> None:
+    verdict = DraftVerdict({1: 1.2, 2: 1.1, 3: 0.98, 4: 0.9}, [1, 2], 1, 1.2)
+    intervals = {1: (1.1, 1.05, 1.15), 2: (0.9, 0.85, 0.95), 3: (0.99, 0.95, 1.04), 4: (0.8, 0.75, 0.85)}
+    result = confirm(verdict, {gamma: Interval(*interval) for gamma, interval in intervals.items()})
+    assert result == Confirmation(confirmed=[1, 4], open=[3], refuted=[2])
+    assert result.meaning == "confirmed at gamma 1, 4; open at gamma 3; refuted at gamma 2"
+    assert confirm(verdict, {}).meaning == ""
 
 
 def test_autocorrelated_acceptance_is_not_taken_for_iid() -> None:

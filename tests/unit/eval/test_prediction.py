@@ -23,7 +23,7 @@ ROUNDS = [
 def plain(**changes: Any) -> dict[str, Any]:
     return {
         "backend": "native", "draft": "none", "temperature": 0.0, "gamma": 0, "batch": 1, "walltime_speedup": 1.0,
-        "verify_ms_per_round": 39.0, "overhead_ms_per_round": 1.0, **changes,
+        "draft_ms_per_round": 0.0, "verify_ms_per_round": 39.0, "overhead_ms_per_round": 1.0, **changes,
     }  # fmt: skip
 
 
@@ -85,6 +85,17 @@ def test_easier_prompts_explain_an_error_that_their_own_text_does_not_have() -> 
     assert row["error_on_same_text"] == pytest.approx(0.0)
     (without,) = rows_of(plain(), drafted(2))
     assert without["predicted_on_same_text"] is None and without["error_on_same_text"] is None
+    assert without["predicted_paired"] is None and without["error_paired"] is None
+
+
+def test_a_slower_machine_explains_an_error_that_the_bench_s_own_times_do_not_have() -> None:
+    """Everything takes half as long again in the bench, but the verification twice as long; `hf_generate` is the baseline."""
+    speedup = 1.9 * 60 / (15 + 90 + 1.5) * 0.9
+    slow = drafted(2, acceptance_from_text=[0.6, 0.3], walltime_speedup=speedup, draft_ms_per_round=15.0,
+                   verify_ms_per_round=90.0, overhead_ms_per_round=1.5)  # fmt: skip
+    (row,) = rows_of(plain(verify_ms_per_round=58.5, overhead_ms_per_round=1.5, walltime_speedup=0.9), slow)
+    assert row["predicted_paired"] == pytest.approx(speedup) and row["error_paired"] == pytest.approx(0.0)
+    assert row["error_on_same_text"] > 0.1
 
 
 def test_a_stronger_baseline_of_another_backend_is_named() -> None:

@@ -17,6 +17,7 @@ from pipeline.preflight import run_preflight, timing_findings
 from pipeline.schema import Config, CorpusConfig, TargetConfig
 from pipeline.tracker import Tracker
 from pipeline.verdict import HIGHEST_PLAUSIBLE_ACCEPTANCE, make_verdict, verdict_table
+from specdec_runtime.config import DecoderConfig
 from tests.unit.pipeline.tiny_models import make_model, save
 
 FLAT = (10.0, 10.0, 10.0, 10.0, 10.0)  # a GPU: several tokens cost what one costs
@@ -74,7 +75,10 @@ def test_largest_paying_draft_is_where_the_line_of_costs_meets_the_budget() -> N
     )
     assert verdict["largest_paying_draft_ms"] == pytest.approx(6.0)
     assert verdict["largest_paying_num_layers"] == 4
-    assert make_verdict(StepTimes(draft_ms=4.0, target_ms=(10.0, 10.0)))["largest_paying_num_layers"] is None
+    alone = make_verdict(StepTimes(draft_ms=4.0, target_ms=(10.0, 10.0)))
+    assert alone["largest_paying_num_layers"] is None
+    assert "at an acceptance of 0.6: a step of 6.0 ms, 4 of the target's layers" in str(verdict_table(verdict).caption)
+    assert str(verdict_table(alone).caption).endswith("a step of 6.0 ms")
 
 
 def test_table_shows_break_even_and_says_that_acceptance_is_unknown() -> None:
@@ -93,6 +97,13 @@ def test_memory_and_disk_by_hand() -> None:
     assert estimates.kv_bytes_per_token(model.config, 2) == 2 * 3 * 2 * 8 * 2
     assert estimates.kv_bytes_per_token(make_model("gpt2").config, 4) == 2 * 2 * 4 * 8 * 4
     config = Config(corpus=CorpusConfig(num_prompts=1000, max_new_tokens=100, max_prompt_tokens=50, topk=64))
+    draft = make_model()
+    # 16,000 rows with 6 nodes each, of which 90,000 are allowed; keys and values in 3 and 2 layers, and two rows of logits
+    config.runtime = DecoderConfig(num_speculative_tokens=3, tree="2x1x1", max_batch_size=16_000, max_draft_tokens=90_000)
+    vocab_size = model.config.vocab_size
+    per_node = 2 * (3 + 2) * 2 * 8 * 4 + 2 * 4 * vocab_size
+    expected = min(16_000 * 6, 90_000) * per_node / 2**30
+    assert estimates.memory_gib(config, model, draft)["proposals"] == pytest.approx(expected, abs=1e-4)
     corpus_gib = (1000 * 100 * (4 + 64 * 6) + 1000 * 50 * 4) / 2**30
     assert estimates.disk_gib(config, 0, 0)["corpus"] == pytest.approx(corpus_gib, abs=1e-4)
 

@@ -9,9 +9,11 @@ import torch
 
 from distill.draft_init import draft_from_layers
 from eval.config import BenchConfig, EvalConfig
+from eval.draft_verdict import DraftVerdict
 from pipeline.models import load_causal_lm, load_tokenizer, resolve_target
 from pipeline.rank import main, rank
 from pipeline.rank_candidates import short_names
+from pipeline.rank_measure import gammas_to_measure
 from pipeline.rank_table import rank_table, sort_rows
 from pipeline.schema import Config, PreflightConfig, TrackingConfig
 from tests.conftest import ROOT
@@ -68,6 +70,9 @@ def test_usable_drafts_are_measured_and_the_others_say_why(
         assert row["predicted_gamma"] in (0, 1, 2, 3) and row["cost_ratio"] > 0
         assert row["num_parameters"] > 0 and row["weights_mib"] > 0 and row["kv_mib_per_1000_tokens"] > 0
         assert row["verdict"].startswith(("pays", "does not pay"))
+        clock = row["by_the_clock"]
+        judged = [*clock["confirmed"], *clock["open"], *clock["refuted"]]
+        assert sorted(map(str, judged)) == list(row["measured_speedup_by_gamma"])
     assert "tokenizer" in " ".join(rows["stranger"]["reasons"])
     assert all(rows[name]["reasons"] and "measured_speedup" not in rows[name] for name in rows.keys() - usable)
     speeds = [row["measured_speedup"] for row in result["drafts"][:3]]
@@ -126,7 +131,7 @@ def test_the_table_puts_the_fastest_first_and_unusable_ones_last() -> None:
             "num_parameters": 1e6, "weights_mib": 2.0, "kv_mib_per_1000_tokens": 0.5, "cost_ratio": 0.1,
             "acceptance_rate": [{"temperature": 0.0, "value": 0.5}], "predicted_speedup": 1.2, "predicted_gamma": 2,
             "measured_speedup": speed, "measured_low": speed - 0.1, "measured_high": speed + 0.1, "measured_gamma": 2,
-            "block_efficiency": 1.5, "verdict": "pays",
+            "block_efficiency": 1.5, "verdict": "pays", "by_the_clock": {"meaning": "confirmed at gamma 2"},
         }
         for name, speed in (("a", 1.05), ("b", 1.4))
     ]  # fmt: skip
@@ -135,6 +140,14 @@ def test_the_table_puts_the_fastest_first_and_unusable_ones_last() -> None:
     table = rank_table(rows)
     assert list(table.columns[1].cells) == ["after export", "yes", "no"]
     assert "another \\[tokenizer]" in list(table.columns[-1].cells)[-1]
+
+
+@pytest.mark.parametrize(
+    ("paying", "best", "gammas"),
+    [([], 0, [1, 2]), ([1, 2], 1, [1, 2, 3]), ([1, 2, 3, 4, 5], 2, [1, 2, 3, 5, 6]), ([*range(1, 9)], 8, [1, 7, 8])],
+)
+def test_both_sides_of_where_paying_ends_are_measured(paying: list[int], best: int, gammas: list[int]) -> None:
+    assert gammas_to_measure(DraftVerdict({}, paying, best, 1.0), max_gamma=8) == gammas
 
 
 def test_make_has_the_commands() -> None:
