@@ -18,6 +18,7 @@ from distill.packed_trainer import PackedTrainer
 from distill.processes import Processes
 from distill.schedule import BudgetClock
 from distill.sharding import WholeCopy, load_state, save_state, shard, shard_teacher
+from distill.trainer_settings import set_trainable
 
 #: In a checkpoint: the folder of weights and optimiser state, and the scheduler's file.
 STATE, SCHEDULER = "state", "scheduler.pt"
@@ -63,7 +64,8 @@ class DistillTrainer(PackedTrainer, SFTTrainer):
             processing_class=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0}))),
         )
         self.processing_class = None
-        _set_embeddings_trainable(draft, embeddings=train.train_embeddings, head=train.train_embeddings or own_head is not None)
+        is_head_trained = train.train_embeddings or own_head is not None
+        set_trainable(draft, embeddings=train.train_embeddings, head=is_head_trained)
         target_head = None
         if target is not None and self.processes.engine == "fsdp":
             target_head = shard_teacher(target, draft.device)
@@ -71,7 +73,7 @@ class DistillTrainer(PackedTrainer, SFTTrainer):
             target = target.to(draft.device)
         self.loss_forward = LossForward(
             draft, target, Objective(loss), vocab_ids, getattr(torch, train.autocast_dtype), train.head_chunk_tokens,
-            train_head=train.train_embeddings or own_head is not None, is_trimmed=own_head is not None,
+            train_head=is_head_trained, is_trimmed=own_head is not None,
             keep_fraction=train.token_selection.keep_fraction, liger=train.liger, target_head=target_head,
         )
         self.loss_forward.install()
@@ -111,9 +113,3 @@ class DistillTrainer(PackedTrainer, SFTTrainer):
             raise ValueError(f"{checkpoint} was written by another version of this program: delete it to train anew")
         load_state(Path(checkpoint) / STATE, self.model, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
-
-
-def _set_embeddings_trainable(draft: PreTrainedModel, *, embeddings: bool, head: bool) -> None:
-    for layer, trainable in ((draft.get_output_embeddings(), head), (draft.get_input_embeddings(), embeddings)):
-        for parameter in layer.parameters():
-            parameter.requires_grad_(trainable)
