@@ -16,7 +16,7 @@ from pipeline.prediction import prediction_table
 from pipeline.preflight import check_inputs
 from pipeline.report import Report, acceptance_table, bench_table, read_result
 from pipeline.schema import Config
-from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprint
+from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprints
 from pipeline.store import StageRecord, Store, git_commit, installed_versions
 from pipeline.summary import record_summary
 from pipeline.tracker import Tracker
@@ -69,14 +69,10 @@ class _Run:
         self.console = _console()
         self.values = asdict(config)
         self.revisions = input_revisions(config, target)
-        self.fingerprints: dict[str, str] = {}
+        self.fingerprints = stage_fingerprints(config, self.revisions)
         self.folders: dict[str, Path] = {}
 
     def walk(self) -> dict[str, Path]:
-        for stage in STAGES:
-            self.fingerprints[stage.name] = stage_fingerprint(
-                stage, self.values, self.revisions, self.fingerprints
-            )
         chosen = [stage for stage in STAGES if stage.name in self.config.stages]
         needed = self._upstream_of(chosen)
         self._require_finished([stage for stage in needed if stage not in chosen])
