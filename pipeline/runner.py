@@ -8,6 +8,7 @@ from typing import Any, cast
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from pipeline.console import result_console
 from pipeline.context import StageContext
 from pipeline.errors import GateFailure
 from pipeline.gate import gate_failures
@@ -40,12 +41,6 @@ def run_stages(config: Config) -> dict[str, Path]:
     return folders
 
 
-def _console() -> Console:
-    """A log file is as wide as the tables; a terminal is as wide as it is."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
-
-
 def _conclude(folder: Path, config: Config, console: Console) -> None:
     """Say what was measured, and hold it against the gate."""
     report = cast(Report, read_result(folder, "report.json"))
@@ -66,7 +61,7 @@ class _Run:
 
     def __init__(self, config: Config, store: Store, target: ModelRef) -> None:
         self.config, self.store, self.target = config, store, target
-        self.console = _console()
+        self.console = result_console()
         self.values = asdict(config)
         self.revisions = input_revisions(config, target)
         self.fingerprints = stage_fingerprints(config, self.revisions)

@@ -15,13 +15,13 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from eval.bench_conditions import BackendFactory, Condition, conditions_at
 from eval.bench_measure import Measurement, measure
 from pipeline.bench_prompts import PromptSet, file_prompts
 from pipeline.commands import compose_config, run_command
+from pipeline.console import result_console
 from pipeline.context import StageContext
 from pipeline.drafter_table import short_way
 from pipeline.drafts import load_bench_drafts
@@ -105,8 +105,7 @@ def _fingerprint(context: StageContext) -> str:
 
 
 def _show(result: list[dict[str, Any]], *, num_done: int, num_chosen: int, folder: Path) -> None:
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 150))
+    console = result_console()
     console.print(leaderboard_table(result))
     console.print(f"{num_done} of {num_chosen} prompts, {folder / 'spec_bench.json'}", soft_wrap=True)
     if num_done < num_chosen:
