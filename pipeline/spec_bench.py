@@ -7,6 +7,7 @@ it is done, so that the same command goes on after it was stopped, by hand or by
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from eval.bench_conditions import BackendFactory, Condition, conditions_at
 from eval.bench_measure import Measurement, measure
-from pipeline.bench_prompts import PromptSet, file_prompts
+from pipeline.bench_prompts import PromptSet, file_prompts, prompt_room
 from pipeline.commands import compose_config, run_command
 from pipeline.console import result_console
 from pipeline.context import StageContext
@@ -119,14 +120,13 @@ def prompts_in_turn(config: Config, reference: ModelRef, target: PreTrainedModel
         ValueError: no prompt can be used.
     """
     bench = config.bench
-    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
     assert bench.prompts is not None
     every = file_prompts(
         bench.prompts,
         load_tokenizer(reference.path, reference.trust_remote_code),
         chat=config.target.chat,
-        num_prompts=2**31,
-        max_tokens=context_tokens - bench.max_new_tokens,
+        num_prompts=sys.maxsize,
+        max_tokens=prompt_room([target], num_new_tokens=bench.max_new_tokens),
     )
     by_group: dict[str, list[int]] = {}
     for index, category in enumerate(every.category_of):

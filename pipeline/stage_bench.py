@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from eval.bench import run_bench as measure_speed
 from eval.plots import speedup_figure
-from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts
+from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts, prompt_room
 from pipeline.console import result_console
 from pipeline.context import StageContext, load_target
 from pipeline.drafter_table import drafter_figures, drafter_table, has_drafters, short_way
@@ -70,8 +70,7 @@ def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
         ValueError: no prompt can be used.
     """
     config, bench = context.config, context.config.bench
-    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    max_tokens = int(context_tokens) - bench.max_new_tokens
+    max_tokens = prompt_room([target], num_new_tokens=bench.max_new_tokens)
     if bench.prompts is None:
         rows = corpus_parts(context).test.select_columns(["prompt_id", "prompt_token_ids"])
         return held_out_prompts(rows, num_prompts=bench.num_prompts, max_tokens=max_tokens)
