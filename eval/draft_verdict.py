@@ -6,7 +6,7 @@ No acceptance is assumed to be i.i.d. here: tau by gamma comes from text (`eval.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from eval.theory import StepTimes, predicted_speedup
+from eval.theory import StepTimes
 
 PAYS, PAYS_WHEN_SHORT, DOES_NOT_PAY = "pays", "pays only at", "does not pay"
 
@@ -42,14 +42,7 @@ def judge_draft(tau_by_gamma: Mapping[int, float], times: StepTimes) -> DraftVer
         ValueError: there is none.
     """
     speedups = {
-        gamma: predicted_speedup(
-            tau=tau,
-            gamma=gamma,
-            draft_ms=times.mean_draft_ms(gamma),
-            target_ms=times.target_ms[0],
-            verify_ms=times.verify_ms(gamma),
-            overhead_ms=times.overhead_ms,
-        )
+        gamma: times.speedup(tau=tau, gamma=gamma)
         for gamma, tau in sorted(tau_by_gamma.items())
         if 1 <= gamma <= times.max_gamma
     }

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.theory import StepTimes, predicted_speedup
+from eval.theory import StepTimes
 
 Row = dict[str, Any]
 TOLERANCE = 0.10
@@ -59,10 +59,10 @@ def prediction_rows(
 
 def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Row:
     gamma, measured = int(row["gamma"]), float(row["walltime_speedup"])
-    predicted = _predicted(times, tau, gamma)
+    predicted = times.speedup(tau=tau, gamma=gamma)
     on_same_text = None
     if "acceptance_from_text" in row:
-        on_same_text = _predicted(times, 1 + sum(row["acceptance_from_text"]), gamma)
+        on_same_text = times.speedup(tau=1 + sum(row["acceptance_from_text"]), gamma=gamma)
     error = predicted / measured - 1
     within = abs(error) <= TOLERANCE
     return {
@@ -75,17 +75,6 @@ def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mappin
         "predicted_on_same_text": on_same_text,
         "error_on_same_text": None if on_same_text is None else on_same_text / measured - 1,
     }
-
-
-def _predicted(times: StepTimes, tau: float, gamma: int) -> float:
-    return predicted_speedup(
-        tau=tau,
-        gamma=gamma,
-        draft_ms=times.mean_draft_ms(gamma),
-        target_ms=times.target_ms[0],
-        verify_ms=times.verify_ms(gamma),
-        overhead_ms=times.overhead_ms,
-    )
 
 
 def _reason(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> str:
