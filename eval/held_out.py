@@ -22,6 +22,7 @@ from eval.head import Head, evaluating
 from eval.teacher_forcing import (
     ResponseRow,
     eos_ids_of,
+    first_rows,
     length_batches,
     read_rows,
     response_hidden_states,
@@ -85,7 +86,7 @@ class HeldOutAcceptance:
         self._batches: list[_TargetSide] = []
         share = max_tokens // len(self.temperatures)
         for temperature in self.temperatures:
-            chosen = _first_tokens([kept[i] for i in rows_at_temperature(kept, temperature)], share)
+            chosen = first_rows([kept[i] for i in rows_at_temperature(kept, temperature)], share)
             for batch in length_batches(chosen, batch_tokens):
                 self._batches.append(self._target_side(target, head, temperature, [chosen[i] for i in batch]))
 
@@ -148,14 +149,3 @@ class HeldOutAcceptance:
                 hidden=hidden_ND if temperature > 0 else None,
                 log_normaliser=torch.cat(normaliser) if normaliser else None,
             )
-
-
-def _first_tokens(rows: Sequence[ResponseRow], max_tokens: int) -> list[ResponseRow]:
-    """The first rows that together have at most `max_tokens` response tokens, at least one row."""
-    chosen: list[ResponseRow] = []
-    for row in rows:
-        num_tokens = sum(len(r.response_token_ids) for r in chosen) + len(row.response_token_ids)
-        if chosen and num_tokens > max_tokens:
-            break
-        chosen.append(row)
-    return chosen

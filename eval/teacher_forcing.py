@@ -125,6 +125,18 @@ def rows_at_temperature(
     return (matching or list(range(len(rows))))[:max_rows]
 
 
+def first_rows(rows: Sequence[ResponseRow], max_tokens: int | None) -> list[ResponseRow]:
+    """The first rows that have at most `max_tokens` response tokens together (None: all rows), at least one row."""
+    chosen: list[ResponseRow] = []
+    num_tokens = 0
+    for row in rows:
+        num_tokens += len(row.response_token_ids)
+        if chosen and max_tokens is not None and num_tokens > max_tokens:
+            break
+        chosen.append(row)
+    return chosen
+
+
 def length_batches(rows: Sequence[ResponseRow], batch_tokens: int) -> list[list[int]]:
     """Indices of rows in batches of similar length, of at most `batch_tokens` padded tokens (or one row)."""
     batches: list[list[int]] = []
