@@ -20,7 +20,6 @@ from eval.bootstrap import bootstrap_ratio
 from eval.head import Head, evaluating
 from eval.teacher_forcing import (
     ResponseRow,
-    eos_ids_of,
     first_rows,
     length_batches,
     read_rows,
@@ -28,6 +27,7 @@ from eval.teacher_forcing import (
     rows_at_temperature,
     usable_rows,
 )
+from specdec_runtime.limits import eos_ids_of
 from specdec_runtime.medusa_heads import MedusaHeads
 
 MEASURES = ("top1", "top5", "acceptance_rate")

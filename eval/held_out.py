@@ -21,7 +21,6 @@ from eval.config import SAMPLERS
 from eval.head import Head, evaluating
 from eval.teacher_forcing import (
     ResponseRow,
-    eos_ids_of,
     first_rows,
     length_batches,
     read_rows,
@@ -29,6 +28,7 @@ from eval.teacher_forcing import (
     rows_at_temperature,
     usable_rows,
 )
+from specdec_runtime.limits import eos_ids_of
 
 
 @dataclass(frozen=True)

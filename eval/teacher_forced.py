@@ -19,13 +19,13 @@ from eval.position_scores import Array, PositionScores, ScoreKey, keys_of, score
 from eval.teacher_forcing import (
     Draft,
     ResponseRow,
-    eos_ids_of,
     length_batches,
     read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
 )
+from specdec_runtime.limits import eos_ids_of
 
 
 def teacher_forced_acceptance(

@@ -80,16 +80,6 @@ def read_rows(rows: Iterable[Mapping[str, Any]], *, eos_token_ids: Sequence[int]
     return result
 
 
-def eos_ids_of(model: PreTrainedModel) -> list[int]:
-    """The ids that end a response, from the generation config, else from the model config; possibly none."""
-    generation_config = getattr(model, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    eos = model.config.eos_token_id if eos is None else eos
-    if eos is None:
-        return []
-    return [int(eos)] if isinstance(eos, int) else [int(token_id) for token_id in eos]
-
-
 def context_length(model: PreTrainedModel) -> int | None:
     """Longest sequence that the model was made for, None when its config does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

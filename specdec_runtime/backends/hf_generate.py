@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
+from specdec_runtime.limits import eos_ids_of
 from specdec_runtime.request import Output, Request
 from specdec_runtime.stats import Stats
 
@@ -173,10 +174,7 @@ def generation_config_of(
 
 def stop_ids_of(model: PreTrainedModel, request: Request) -> list[int]:
     """The ids that end this request's output: the model's EOS unless it is ignored, and the request's own."""
-    eos = None if request.ignore_eos else model.generation_config.eos_token_id
-    if eos is None and not request.ignore_eos:
-        eos = model.config.eos_token_id
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    eos_ids = () if request.ignore_eos else eos_ids_of(model)
     return [*eos_ids, *(i for i in request.stop_token_ids if i not in eos_ids)]
 
 
