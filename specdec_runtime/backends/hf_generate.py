@@ -145,8 +145,7 @@ def refuse_unsupported(request: Request, backend: str) -> None:
 def generation_config_of(
     requests: Sequence[Request], stop_ids: Sequence[int], **options: Any
 ) -> GenerationConfig:
-    """The requests' shared parameters, every one of them explicit: `generate` fills what is None from
-    defaults.
+    """The requests' shared parameters, every one of them explicit: `generate` fills what is None from defaults.
 
     There is no pad id: `generate` then pads with the first stop id and never guesses a mask from it (an
     assistant would take real tokens for padding).
@@ -179,9 +178,7 @@ def stop_ids_of(model: PreTrainedModel, request: Request) -> list[int]:
 
 
 def cut(token_ids: list[int], request: Request, stop_ids: Sequence[int]) -> tuple[list[int], str]:
-    """(ids up to the first stop id and the request's own length cap, finish reason); a batch runs to its
-    longest row.
-    """
+    """(ids up to the first stop id and the request's own length cap, finish reason); a batch runs to its longest row."""
     token_ids = token_ids[: request.max_new_tokens]
     end = next((i + 1 for i, token_id in enumerate(token_ids) if token_id in stop_ids), None)
     return (token_ids, "length") if end is None else (token_ids[:end], "stop")
@@ -208,9 +205,7 @@ def own_generation_config(model: PreTrainedModel, config: GenerationConfig) -> I
 
 @contextmanager
 def seeded(seeds: Sequence[Optional[int]], device: torch.device) -> Iterator[None]:
-    """One random stream from all the seeds, torch's global one restored afterwards; untouched when a seed is
-    missing.
-    """
+    """One random stream from all the seeds, torch's global one restored afterwards; untouched when a seed is missing."""
     if any(seed is None for seed in seeds):
         yield
         return
