@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from distill.config import LOSS_NAMES
 from pipeline.config import conf_dir, to_config
 from pipeline.schema import Config
-from tests.conftest import Composer
+from tests.conftest import ROOT, Composer
 
 GROUPS = ("target", "draft", "corpus", "loss", "train", "eval", "bench", "runtime", "tracking")
 #: What has to be said beside an option that needs a place.
@@ -45,7 +45,7 @@ def test_settings_are_read_without_the_libraries_of_models() -> None:
         "compose_config(['+experiment=smollm2_cpu'])\n"
         "print({'torch', 'transformers', 'datasets', 'mlflow', 'matplotlib'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
