@@ -22,12 +22,10 @@ from eval.teacher_forcing import (
     ResponseRow,
     first_rows,
     length_batches,
-    read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
 )
-from specdec_runtime.limits import eos_ids_of
 from specdec_runtime.medusa_heads import MedusaHeads
 
 MEASURES = ("top1", "top5", "acceptance_rate")
@@ -105,7 +103,7 @@ class HeadAcceptance:
         self._chunk_positions = chunk_positions
         self._head = Head(target, target.get_output_embeddings().weight.shape[0])
         num_ids = self._head.weight.shape[0]
-        kept, _ = usable_rows(read_rows(rows, eos_token_ids=eos_ids_of(target)), [target], num_ids)
+        kept, _ = usable_rows(rows, target, num_ids)
         self._sides: dict[float, list[_Side]] = {}
         for temperature in dict.fromkeys(temperatures):
             chosen = [kept[i] for i in rows_at_temperature(kept, temperature)]

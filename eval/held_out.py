@@ -23,12 +23,10 @@ from eval.teacher_forcing import (
     ResponseRow,
     first_rows,
     length_batches,
-    read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
 )
-from specdec_runtime.limits import eos_ids_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class HeldOutAcceptance:
         head = Head(target, num_token_ids or target.get_output_embeddings().weight.shape[0])
         self.num_token_ids = head.weight.shape[0]
         self._p_head = head if self._vocab_ids is None else Head(target, self.num_token_ids, self._vocab_ids)
-        kept, _ = usable_rows(read_rows(rows, eos_token_ids=eos_ids_of(target)), [target], self.num_token_ids)
+        kept, _ = usable_rows(rows, target, self.num_token_ids)
         self._batches: list[_TargetSide] = []
         share = max_tokens // len(self.temperatures)
         for temperature in self.temperatures:

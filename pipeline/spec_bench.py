@@ -144,7 +144,7 @@ def measure_prompts(config: Config, factory: BackendFactory, chosen: PromptSet, 
     """Every prompt that `path` does not have yet, appended to it one by one; all of its rows that were chosen."""
     conditions = conditions_at(config.bench, factory.drafts, temperature=min(config.bench.temperatures), batch=1)
     keys = [f"{n} {fingerprint_of({'ids': p})[:12]}" for n, p in zip(chosen.names, chosen.prompts, strict=True)]
-    done, deadline_s, warm_up = read_rows(path, conditions), None, config.bench.num_warmup_prompts
+    done, deadline_s, warm_up = _rows_of_file(path, conditions), None, config.bench.num_warmup_prompts
     if config.bench.max_minutes is not None:
         deadline_s = time.perf_counter() + 60 * config.bench.max_minutes
     with bench_progress() as on_progress, path.open("a", encoding="utf-8") as stream:
@@ -163,7 +163,7 @@ def measure_prompts(config: Config, factory: BackendFactory, chosen: PromptSet, 
     return [done[key] for key in keys if key in done]
 
 
-def read_rows(path: Path, conditions: Sequence[Condition]) -> dict[str, dict[str, Any]]:
+def _rows_of_file(path: Path, conditions: Sequence[Condition]) -> dict[str, dict[str, Any]]:
     """Rows by key. A line that a kill cut short is cut off the file, so that the next one starts on its own."""
     if not path.is_file():
         return {}
