@@ -33,7 +33,7 @@ LAUNCHED := $(if $(LAUNCH),launch.engine=$(LAUNCH))
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 	@echo; echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
 
 env: $(STAMP) ## Make .venv with the pinned packages, when it is missing or the pins changed
@@ -109,7 +109,7 @@ gguf: $(STAMP) ## Write target and draft as GGUF for llama.cpp (f16 and q8_0): t
 	@$(BIN)/python -m pipeline.gguf_export $(PAIR) $(ARGS)
 
 test-versions: $(STAMP) ## Run the tests of export and runtime on the lowest and the highest Transformers allowed
-	@scripts/test_versions.sh
+	@scripts/test_versions.sh $(ARGS)
 
 test: lint ## Check the code and run all tests but those for a GPU or vLLM
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not vllm" $(ARGS)
