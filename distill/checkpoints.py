@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 class Progress:
     """How far a run is; saved with every checkpoint. `curve` holds (step, held-out acceptance rate).
 
-    `num_processes` and `engine` are those that wrote it last."""
+    `num_processes` and `engine` are those that wrote it last.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -70,9 +71,7 @@ class CheckpointStore:
         if not found:
             return None
         path = max(found, key=_step_of)
-        values = json.loads((path / "progress.json").read_text())
-        values["curve"] = [(step, acceptance) for step, acceptance in values["curve"]]
-        return path, Progress(**values)
+        return path, _read_progress(path / "progress.json")
 
     def publish(self, progress: Progress) -> None:
         """Make the checkpoint that the trainer wrote to `incoming_dir` the current one and drop what it replaces."""
@@ -102,10 +101,10 @@ class CheckpointStore:
         shutil.rmtree(self.best_dir(step), ignore_errors=True)
         incoming.rename(self.best_dir(step))
 
-    def result(self) -> dict[str, Any] | None:
-        """What `finish` wrote, or None while the run is not complete."""
+    def result(self) -> Progress | None:
+        """What `finish` was given, or None while the run is not complete."""
         path = self.output_dir / "result.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return _read_progress(path) if path.exists() else None
 
     def finish(self, progress: Progress) -> None:
         """Mark the run complete; only the best draft and the result stay."""
@@ -122,6 +121,12 @@ class CheckpointStore:
 
 def _step_of(path: Path) -> int:
     return int(path.name.rsplit("-", 1)[1])
+
+
+def _read_progress(path: Path) -> Progress:
+    values = json.loads(path.read_text())
+    values["curve"] = [(step, acceptance) for step, acceptance in values["curve"]]  # JSON has lists only
+    return Progress(**values)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

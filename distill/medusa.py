@@ -7,78 +7,28 @@ does not see: what the head can learn is its mean over them. The hidden states a
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import PreTrainedModel, PrinterCallback, Trainer
+from transformers import PreTrainedModel
 
 from distill.checkpoints import CheckpointStore, Progress
 from distill.config import LossConfig, TrainConfig, refuse_for_medusa
 from distill.dataset import PackedDataset
 from distill.medusa_loss import MedusaLoss
 from distill.objective import Objective
+from distill.packed_trainer import PackedTrainer
 from distill.preconditions import require_matching_forward
 from distill.processes import Processes
 from distill.schedule import BudgetClock
 from distill.topk import remap_table
 from distill.train import TrainResult, result_of, rows_digest
-from distill.trainer import DistillTrainer, only_item, require_finite, training_arguments
 from distill.training_run import OnMetrics, TrainingRun
 from specdec_runtime.medusa_heads import MedusaHeads
-
-
-class MedusaTrainer(Trainer):
-    """Trainer of a `MedusaLoss`: weights fp32, the forward pass in `train.autocast_dtype`, softmax and loss fp32.
-
-    Batches, budget, schedule and whole checkpoints are those of `DistillTrainer`, whose base takes language models only.
-    """
-
-    compute_loss = DistillTrainer.compute_loss
-    create_scheduler = DistillTrainer.create_scheduler
-    floating_point_ops = DistillTrainer.floating_point_ops
-    get_train_dataloader = DistillTrainer.get_train_dataloader
-    _get_num_items_in_batch = DistillTrainer._get_num_items_in_batch
-    _get_output_dir = DistillTrainer._get_output_dir
-    _save_checkpoint = DistillTrainer._save_checkpoint
-
-    def __init__(
-        self,
-        model: MedusaLoss,
-        dataset: PackedDataset,
-        *,
-        train: TrainConfig,
-        checkpoint_dir: Path,
-        clock: BudgetClock,
-        callbacks: Sequence[Any],
-        publish: Callable[[], None],
-    ) -> None:
-        self.packed, self.train_config, self.clock, self.publish = dataset, train, clock, publish
-        super().__init__(
-            model=model,
-            args=training_arguments(train, dataset, checkpoint_dir),
-            train_dataset=dataset,
-            data_collator=only_item,
-            callbacks=list(callbacks),
-        )
-        self.remove_callback(PrinterCallback)
-        self.loss_is_scaled_for_ga = True
-        self.model_accepts_loss_kwargs = True
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One micro-batch; a loss that is not finite ends the run before it reaches the weights."""
-        loss: Tensor = super().training_step(*args, **kwargs)
-        require_finite("loss", loss, self.state.global_step + 1)
-        return loss
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
-        require_finite("gradient norm", norm, self.state.global_step + 1)
-        return norm
 
 
 class _HeadsStore(CheckpointStore):
@@ -127,8 +77,9 @@ def train_medusa(
         processes=Processes(),
     )
     run.whole = lambda: model
-    trainer = MedusaTrainer(
-        model, dataset, train=train, checkpoint_dir=store.checkpoint_dir, clock=clock, callbacks=[run], publish=run.publish
+    trainer = PackedTrainer(
+        dataset, train=train, checkpoint_dir=store.checkpoint_dir, clock=clock, callbacks=[run], publish=run.publish,
+        model=model, train_dataset=dataset,
     )
     clock.resume_at(run.progress.seconds)
     trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))

@@ -6,7 +6,7 @@ function that chose the offline checkpoint, and its result is dropped unless it 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from distill.on_policy_trainer import OnPolicyTrainer
 from distill.own_head import OwnHead
 from distill.preconditions import require_matching_forward
 from distill.schedule import BudgetClock
+from distill.training_run import AcceptanceOf, OnMetrics
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def train_on_policy(
     loss: LossConfig,
     train: TrainConfig,
     output_dir: Path,
-    acceptance_of: Callable[[PreTrainedModel], float],
-    on_metrics: Callable[[dict[str, float], int], None] = lambda metrics, step: None,
+    acceptance_of: AcceptanceOf,
+    on_metrics: OnMetrics = lambda metrics, step: None,
     vocab_ids: Sequence[int] | None = None,
     train_head: bool = False,
 ) -> OnPolicyResult:
@@ -93,8 +94,7 @@ class _Phase(TrainerCallback):
 
     def __init__(
         self, store: CheckpointStore, clock: BudgetClock, train: TrainConfig, saved_dtype: torch.dtype,
-        acceptance_of: Callable[[PreTrainedModel], float], on_metrics: Callable[[dict[str, float], int], None],
-        own_head: OwnHead | None,
+        acceptance_of: AcceptanceOf, on_metrics: OnMetrics, own_head: OwnHead | None,
     ) -> None:
         self.store, self.clock, self.train, self.saved_dtype = store, clock, train, saved_dtype
         self.acceptance_of, self.on_metrics, self.own_head = acceptance_of, on_metrics, own_head
@@ -152,13 +152,13 @@ def _describe(
 
 
 def _result(store: CheckpointStore) -> OnPolicyResult:
-    values = store.result()
-    assert values is not None
-    curve = [(step, acceptance) for step, acceptance in values["curve"]]
-    best_step, best_acceptance = max(curve[1:], key=lambda point: point[1])
-    kept = best_acceptance > curve[0][1]
+    progress = store.result()
+    assert progress is not None
+    (_, offline_acceptance), *measured = progress.curve
+    best_step, best_acceptance = max(measured, key=lambda point: point[1])
+    kept = best_acceptance > offline_acceptance
     return OnPolicyResult(
-        kept=kept, best_dir=store.best_dir(best_step) if kept else None, offline_acceptance=curve[0][1],
-        on_policy_acceptance=best_acceptance, num_steps=values["step"],
-        num_supervised_tokens=values["num_supervised_tokens"], seconds=values["seconds"], curve=curve,
+        kept=kept, best_dir=store.best_dir(best_step) if kept else None, offline_acceptance=offline_acceptance,
+        on_policy_acceptance=best_acceptance, num_steps=progress.step,
+        num_supervised_tokens=progress.num_supervised_tokens, seconds=progress.seconds, curve=progress.curve,
     )

@@ -21,7 +21,7 @@ from distill.objective import Objective
 from distill.own_head import OwnHead
 from distill.schedule import BudgetClock, lr_factor
 from distill.topk import remap_ids, remap_table
-from distill.trainer_settings import fixed_settings
+from distill.trainer_settings import fixed_settings, set_trainable
 
 #: Stands for "until the time is up"; the trainer wants a number of steps.
 MANY_STEPS = 10**6
@@ -43,18 +43,14 @@ class OnPolicyTrainer(MixedTextTrainer):
             done: float = self.done(self.state.global_step)
             return phase.lmbda_start + (phase.lmbda_end - phase.lmbda_start) * done
 
-        num_ids = draft.get_input_embeddings().weight.shape[0]
         self.vocab_ids = None if vocab_ids is None else torch.as_tensor(list(vocab_ids))
-        self.table = remap_table(range(num_ids) if vocab_ids is None else vocab_ids, num_ids)
+        self.table = remap_table(vocab_ids, draft.get_input_embeddings().weight.shape[0])
         super().__init__(
             draft, rows, args=_arguments(train, scratch_dir), tokenizer=tokenizer, lmbda=lmbda,
             max_sequence_tokens=train.max_sequence_tokens, continue_answers=phase.continue_answers, callbacks=callbacks,
         )
         is_head_trained = train.train_embeddings or own_head is not None
-        for layer, is_trained in (
-            (draft.get_output_embeddings(), is_head_trained), (draft.get_input_embeddings(), train.train_embeddings)
-        ):
-            layer.requires_grad_(is_trained)
+        set_trainable(draft, embeddings=train.train_embeddings, head=is_head_trained)
         self.loss_forward = LossForward(
             draft, target, Objective(loss), vocab_ids, getattr(torch, train.autocast_dtype), train.head_chunk_tokens,
             train_head=is_head_trained, is_trimmed=own_head is not None, liger=train.liger,

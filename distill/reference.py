@@ -30,8 +30,7 @@ def reference_losses(
     The arguments are those of the training that will use them (`distill.train.train_draft`), so that the two losses can be
     compared; a row without supervised positions gets an empty array.
     """
-    num_ids = reference.get_output_embeddings().weight.shape[0]
-    table = remap_table(range(num_ids) if vocab_ids is None else vocab_ids, num_ids)
+    table = remap_table(vocab_ids, reference.get_output_embeddings().weight.shape[0])
     dataset = PackedDataset(rows, train, table, with_topk=loss.teacher == "cached", num_micro=1)
     target = target if loss.teacher == "online" else None
     forward = LossForward(

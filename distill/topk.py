@@ -87,8 +87,11 @@ def topk_buckets(
     return target_NB, torch.log_softmax(draft_buckets(topk_ids_NK, draft_NV), -1)
 
 
-def remap_table(vocab_ids: Sequence[int], num_ids: int) -> Tensor:
-    """LongTensor of `num_ids` entries: the row of each id in a trimmed head, -1 for the ids that it lacks."""
+def remap_table(vocab_ids: Sequence[int] | None, num_ids: int) -> Tensor:
+    """LongTensor of `num_ids` entries: the row of each id in a head trimmed to `vocab_ids` (None: a whole one), -1 for the
+    ids that it lacks."""
+    if vocab_ids is None:
+        return torch.arange(num_ids)
     table = torch.full((num_ids,), -1, dtype=torch.long)
     table[torch.as_tensor(vocab_ids, dtype=torch.long)] = torch.arange(len(vocab_ids))
     return table

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
@@ -78,10 +77,8 @@ def train_draft(
         return result_of(store)
     saved_dtype = draft.dtype
     draft.float()
-    table = _head_rows(draft, vocab_ids)
-    dataset = PackedDataset(
-        train_rows, train, table, with_topk=loss.teacher == "cached", num_processes=processes.count
-    )
+    table = remap_table(vocab_ids, draft.get_output_embeddings().weight.shape[0])
+    dataset = PackedDataset(train_rows, train, table, with_topk=loss.teacher == "cached", num_processes=processes.count)
     dataset.reference_losses = reference_losses
     live_target = target if loss.teacher == "online" else None
     for model in (draft, *([] if live_target is None else [live_target])):
@@ -152,11 +149,6 @@ def _check_reference(train: TrainConfig, reference_losses: Sequence[np.ndarray] 
     assert reference_losses is None or len(reference_losses) == len(rows)
 
 
-def _head_rows(draft: PreTrainedModel, vocab_ids: Sequence[int] | None) -> torch.Tensor:
-    num_ids = draft.get_output_embeddings().weight.shape[0]
-    return remap_table(range(num_ids) if vocab_ids is None else vocab_ids, num_ids)
-
-
 def _describe(
     draft: PreTrainedModel, rows: Dataset, loss: LossConfig, train: TrainConfig, vocab_ids: Sequence[int] | None,
     train_head: bool,
@@ -182,9 +174,8 @@ def rows_digest(rows: Dataset) -> str:
 
 def result_of(store: CheckpointStore) -> TrainResult:
     """What a complete run left."""
-    values = store.result()
-    assert values is not None
-    progress = Progress(**{**values, "curve": [(step, acceptance) for step, acceptance in values["curve"]]})
+    progress = store.result()
+    assert progress is not None
     assert progress.best is not None
     return TrainResult(
         best_dir=store.best_dir(progress.best[0]),

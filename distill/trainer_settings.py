@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from distill.config import TrainConfig
 
@@ -29,3 +30,9 @@ def fixed_settings(train: TrainConfig) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+
+
+def set_trainable(draft: PreTrainedModel, *, embeddings: bool, head: bool) -> None:
+    """Which of the two large matrices are trained; where they are tied, the input embeddings' word counts."""
+    for layer, is_trained in ((draft.get_output_embeddings(), head), (draft.get_input_embeddings(), embeddings)):
+        layer.requires_grad_(is_trained)

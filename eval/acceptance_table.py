@@ -90,21 +90,14 @@ class AcceptanceTable:
         names = ("draft", "temperature", "sampler", "warper")
         return {name: getattr(self, name) for name in names}
 
-    def by_source(self, *, num_bootstrap: int = 1000, seed: int = 0) -> dict[str, Interval]:
-        """`acceptance_rate` within each source, in alphabetical order."""
-        return self._by_group(self.sources, num_bootstrap=num_bootstrap, seed=seed)
-
     def by_domain(self, *, num_bootstrap: int = 1000, seed: int = 0) -> dict[str, Interval]:
-        """`acceptance_rate` within each domain, in alphabetical order."""
-        return self._by_group(self.domains or self.sources, num_bootstrap=num_bootstrap, seed=seed)
-
-    def _by_group(self, groups: Sequence[str], *, num_bootstrap: int, seed: int) -> dict[str, Interval]:
-        sums, counts, names_P = self.sums, self.counts, np.array(groups)
+        """`acceptance_rate` within each domain (or source, where no domains are known), in alphabetical order."""
+        sums, counts, names_P = self.sums, self.counts, np.array(self.domains or self.sources)
         return {
-            name: bootstrap_ratio(
+            str(name): bootstrap_ratio(
                 sums[names_P == name], counts[names_P == name], num_bootstrap=num_bootstrap, seed=seed
             )
-            for name in sorted(set(groups))
+            for name in np.unique(names_P)
         }
 
     def by_position(self, edges: Sequence[int] = (0, 1, 8, 32, 128)) -> list[Range]:

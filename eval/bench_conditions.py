@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from eval.config import PLAIN_BACKENDS, BenchConfig
+from eval.measured_runtime import fixed_chains
 from eval.teacher_forcing import Draft
 from specdec_runtime.backends.base import Backend
 from specdec_runtime.backends.hf_assisted import HFAssisted
@@ -128,15 +129,7 @@ class BackendFactory:
     def __init__(self, target: PreTrainedModel, drafts: Mapping[str, Draft], runtime: DecoderConfig) -> None:
         self.target = target
         self.drafts = drafts
-        # The benchmark draws its own conclusions about low acceptance, and sets what is proposed itself.
-        self.runtime = replace(
-            runtime,
-            drafter="model",
-            tree=None,
-            gamma="fixed",
-            verify_width=None,
-            min_conditional_acceptance=0.0,
-        )
+        self.runtime = fixed_chains(runtime)
         self._made: dict[Condition, Backend] = {}
 
     def backend_of(self, condition: Condition) -> Backend:

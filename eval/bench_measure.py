@@ -10,7 +10,7 @@ import torch
 from eval.bench_conditions import BackendFactory, Condition
 from eval.config import BenchConfig
 from specdec_runtime.request import Output, Request
-from specdec_runtime.stats import Stats
+from specdec_runtime.stats import Stats, total_stats
 
 WARMUP_TOKENS = 8
 
@@ -37,10 +37,7 @@ class Measurement:
     @property
     def stats(self) -> Stats:
         """Sum over prompts."""
-        total = Stats()
-        for output in self.outputs:
-            total.add(output.stats)
-        return total
+        return total_stats(output.stats for output in self.outputs)
 
 
 def requests_of(

@@ -5,7 +5,6 @@ from typing import Any, Optional
 
 from eval.shapes import shape_of
 from specdec_runtime.config import MAX_TREE_NODES
-from specdec_runtime.tree import make_tree
 
 SAMPLERS = ("probabilistic", "greedy")
 PLAIN_BACKENDS = ("native", "hf_generate", "hf_generate_static", "vllm")
@@ -142,16 +141,23 @@ class BenchConfig:
                 "bench.gammas=[]: give one or more proposal lengths >= 1; only beside bench.trees or bench.ngram_gammas, and with "
                 "bench.auto_gamma=false, there may be none"
             )
-        for topology in self.trees:
-            try:
-                make_tree(topology, max_nodes=MAX_TREE_NODES)
-            except ValueError as error:
-                raise ValueError(f"bench.trees={list(self.trees)}: {error}") from error
+        if self.trees:
+            self._check_trees()
         for name in ("trees", "medusa_heads"):
             if getattr(self, name) and "native" not in self.backends:
                 raise ValueError(
                     f"bench.{name}={getattr(self, name)}: only the native engine does that; add native to bench.backends"
                 )
+
+    def _check_trees(self) -> None:
+        # It brings in torch, which settings without a tree do not need.
+        from specdec_runtime.tree import make_tree
+
+        for topology in self.trees:
+            try:
+                make_tree(topology, max_nodes=MAX_TREE_NODES)
+            except ValueError as error:
+                raise ValueError(f"bench.trees={list(self.trees)}: {error}") from error
 
     def _check_extent(self) -> None:
         if self.max_minutes is not None and self.max_minutes <= 0:

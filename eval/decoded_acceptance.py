@@ -13,7 +13,7 @@ Shapes: P prompts, G = gamma.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 
 from eval.acceptance import NO_WARPER, Warper
 from eval.bootstrap import Interval, bootstrap_ratio
+from eval.measured_runtime import fixed_chains
 from eval.teacher_forcing import Draft
 from specdec_runtime import DecoderConfig, Output, Request, SpeculativeDecoder, Stats
+from specdec_runtime.stats import total_stats
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,7 @@ class DecodedAcceptance:
     @property
     def stats(self) -> Stats:
         """Sum over prompts."""
-        total = Stats()
-        for output in self.outputs:
-            total.add(output.stats)
-        return total
+        return total_stats(output.stats for output in self.outputs)
 
     def judged_acceptance(self, *, num_bootstrap: int = 1000, seed: int = 0) -> Interval:
         """Accepted over judged proposals, with its interval over prompts."""
@@ -102,20 +101,15 @@ def decoded_acceptance(
     """
     if not prompts:
         raise ValueError("decoded_acceptance: no prompts were given")
-    config = replace(
-        runtime or DecoderConfig(),
+    config = fixed_chains(
+        runtime,
         num_speculative_tokens=gamma,
-        drafter="model",
-        tree=None,
-        gamma="fixed",
         sampler=sampler,
         max_batch_size=batch_size,
         acceptance="exact",
         # The bound on a batch's proposals would shorten gamma.
         max_draft_tokens=max(gamma * batch_size, 1),
         draft_confidence=0.0,
-        verify_width=None,
-        min_conditional_acceptance=0.0,
     )
     requests = [
         Request(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from eval.bootstrap import Interval
-from eval.theory import StepTimes, predicted_speedup
+from eval.theory import StepTimes
 
 PAYS, PAYS_WHEN_SHORT, DOES_NOT_PAY = "pays", "pays only at", "does not pay"
 
@@ -71,14 +71,7 @@ def judge_draft(tau_by_gamma: Mapping[int, float], times: StepTimes) -> DraftVer
         ValueError: there is none.
     """
     speedups = {
-        gamma: predicted_speedup(
-            tau=tau,
-            gamma=gamma,
-            draft_ms=times.mean_draft_ms(gamma),
-            target_ms=times.target_ms[0],
-            verify_ms=times.verify_ms(gamma),
-            overhead_ms=times.overhead_ms,
-        )
+        gamma: times.speedup(tau=tau, gamma=gamma)
         for gamma, tau in sorted(tau_by_gamma.items())
         if 1 <= gamma <= times.max_gamma
     }

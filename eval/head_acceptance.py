@@ -20,9 +20,8 @@ from eval.bootstrap import bootstrap_ratio
 from eval.head import Head, evaluating
 from eval.teacher_forcing import (
     ResponseRow,
-    eos_ids_of,
+    first_rows,
     length_batches,
-    read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
@@ -104,12 +103,12 @@ class HeadAcceptance:
         self._chunk_positions = chunk_positions
         self._head = Head(target, target.get_output_embeddings().weight.shape[0])
         num_ids = self._head.weight.shape[0]
-        kept, _ = usable_rows(read_rows(rows, eos_token_ids=eos_ids_of(target)), [target], num_ids)
+        kept, _ = usable_rows(rows, target, num_ids)
         self._sides: dict[float, list[_Side]] = {}
         for temperature in dict.fromkeys(temperatures):
             chosen = [kept[i] for i in rows_at_temperature(kept, temperature)]
             share = None if max_tokens is None else max_tokens // len(temperatures)
-            self._sides[temperature] = list(self._target_sides(target, _first(chosen, share), batch_tokens))
+            self._sides[temperature] = list(self._target_sides(target, first_rows(chosen, share), batch_tokens))
 
     def __call__(self, heads: MedusaHeads) -> float:
         tables = self.tables(heads, with_mass=False)
@@ -165,15 +164,3 @@ class HeadAcceptance:
                     chunks = (piece_ND[start : start + self._chunk_positions] for start in starts)
                     argmax = [self._head(x_ND).argmax(dim=-1) for x_ND in chunks]
                     yield _Side(row.prompt_id, piece_ND, torch.cat(argmax))
-
-
-def _first(rows: Sequence[ResponseRow], max_tokens: int | None) -> list[ResponseRow]:
-    """The first rows that together have at most `max_tokens` response tokens, at least one row."""
-    chosen: list[ResponseRow] = []
-    num_tokens = 0
-    for row in rows:
-        num_tokens += len(row.response_token_ids)
-        if chosen and max_tokens is not None and num_tokens > max_tokens:
-            break
-        chosen.append(row)
-    return chosen

@@ -21,9 +21,8 @@ from eval.config import SAMPLERS
 from eval.head import Head, evaluating
 from eval.teacher_forcing import (
     ResponseRow,
-    eos_ids_of,
+    first_rows,
     length_batches,
-    read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
@@ -81,11 +80,11 @@ class HeldOutAcceptance:
         head = Head(target, num_token_ids or target.get_output_embeddings().weight.shape[0])
         self.num_token_ids = head.weight.shape[0]
         self._p_head = head if self._vocab_ids is None else Head(target, self.num_token_ids, self._vocab_ids)
-        kept, _ = usable_rows(read_rows(rows, eos_token_ids=eos_ids_of(target)), [target], self.num_token_ids)
+        kept, _ = usable_rows(rows, target, self.num_token_ids)
         self._batches: list[_TargetSide] = []
         share = max_tokens // len(self.temperatures)
         for temperature in self.temperatures:
-            chosen = _first_tokens([kept[i] for i in rows_at_temperature(kept, temperature)], share)
+            chosen = first_rows([kept[i] for i in rows_at_temperature(kept, temperature)], share)
             for batch in length_batches(chosen, batch_tokens):
                 self._batches.append(self._target_side(target, head, temperature, [chosen[i] for i in batch]))
 
@@ -148,14 +147,3 @@ class HeldOutAcceptance:
                 hidden=hidden_ND if temperature > 0 else None,
                 log_normaliser=torch.cat(normaliser) if normaliser else None,
             )
-
-
-def _first_tokens(rows: Sequence[ResponseRow], max_tokens: int) -> list[ResponseRow]:
-    """The first rows that together have at most `max_tokens` response tokens, at least one row."""
-    chosen: list[ResponseRow] = []
-    for row in rows:
-        num_tokens = sum(len(r.response_token_ids) for r in chosen) + len(row.response_token_ids)
-        if chosen and num_tokens > max_tokens:
-            break
-        chosen.append(row)
-    return chosen

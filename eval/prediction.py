@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.theory import StepTimes, predicted_speedup
+from eval.theory import StepTimes
 
 Row = dict[str, Any]
 TOLERANCE = 0.10
@@ -62,11 +62,11 @@ def prediction_rows(
 
 def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Row:
     gamma, measured = int(row["gamma"]), float(row["walltime_speedup"])
-    predicted = _predicted(times, tau, gamma)
+    predicted = times.speedup(tau=tau, gamma=gamma)
     on_same_text = paired = None
     if "acceptance_from_text" in row:
         tau_on_same_text = 1 + sum(row["acceptance_from_text"])
-        on_same_text = _predicted(times, tau_on_same_text, gamma)
+        on_same_text = times.speedup(tau=tau_on_same_text, gamma=gamma)
         if plain is not None:
             paired = tau_on_same_text * _round_ms(plain) / _round_ms(row) * float(plain["walltime_speedup"])
     error = predicted / measured - 1
@@ -88,17 +88,6 @@ def _compare(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mappin
 def _round_ms(row: Mapping[str, Any]) -> float:
     """Milliseconds of a round, or of a plain step, as the bench measured its parts."""
     return sum(float(row[f"{part}_ms_per_round"]) for part in ("draft", "verify", "overhead"))
-
-
-def _predicted(times: StepTimes, tau: float, gamma: int) -> float:
-    return predicted_speedup(
-        tau=tau,
-        gamma=gamma,
-        draft_ms=times.mean_draft_ms(gamma),
-        target_ms=times.target_ms[0],
-        verify_ms=times.verify_ms(gamma),
-        overhead_ms=times.overhead_ms,
-    )
 
 
 def _reason(times: StepTimes, tau: float, row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> str:

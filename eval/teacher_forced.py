@@ -19,9 +19,7 @@ from eval.position_scores import Array, PositionScores, ScoreKey, keys_of, score
 from eval.teacher_forcing import (
     Draft,
     ResponseRow,
-    eos_ids_of,
     length_batches,
-    read_rows,
     response_hidden_states,
     rows_at_temperature,
     usable_rows,
@@ -63,11 +61,11 @@ def teacher_forced_acceptance(
         raise ValueError(
             f"samplers={list(samplers)} (of {list(SAMPLERS)}), temperatures={list(temperatures)} (>= 0)"
         )
-    models = [target, *(draft.model for draft in drafts.values())]
+    models = [draft.model for draft in drafts.values()]
     num_ids = resolve_num_token_ids(
-        models, [None, *(draft.vocab_ids for draft in drafts.values())], num_token_ids
+        [target, *models], [None, *(draft.vocab_ids for draft in drafts.values())], num_token_ids
     )
-    kept, num_skipped = usable_rows(read_rows(rows, eos_token_ids=eos_ids_of(target)), models, num_ids)
+    kept, num_skipped = usable_rows(rows, target, num_ids, models)
     selected = {t: rows_at_temperature(kept, t, max_prompts) for t in dict.fromkeys(temperatures)}
     heads = {name: Head(draft.model, num_ids, draft.vocab_ids) for name, draft in drafts.items()}
     target_head, collected = Head(target, num_ids), _Collected()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_runtime.limits import eos_ids_of
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -52,59 +54,28 @@ class ResponseRow:
         return abs(self.temperature - temperature) < 1e-4
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]], *, eos_token_ids: Sequence[int] = ()) -> list[ResponseRow]:
-    """Corpus rows as `ResponseRow`s, without what follows a response's first EOS and empty responses."""
-    stop_ids = set(eos_token_ids)
-    result: list[ResponseRow] = []
-    for row in rows:
-        prompt = [int(token_id) for token_id in row["prompt_token_ids"]]
-        response = [int(token_id) for token_id in row["response_token_ids"]]
-        end = next((i + 1 for i, token_id in enumerate(response) if token_id in stop_ids), len(response))
-        if not prompt:
-            raise ValueError(
-                f"row {row['prompt_id']}: empty prompt_token_ids; the first response token has no context"
-            )
-        if end:
-            source = str(row["source"])
-            result.append(
-                ResponseRow(
-                    str(row["prompt_id"]),
-                    source,
-                    prompt,
-                    response[:end],
-                    float(row["temperature"]),
-                    domain=str(row.get("domain") or source),
-                    was_cut=row.get("finish_reason", "length") == "length" and response[end - 1] not in stop_ids,
-                )
-            )
-    return result
-
-
-def eos_ids_of(model: PreTrainedModel) -> list[int]:
-    """The ids that end a response, from the generation config, else from the model config; possibly none."""
-    generation_config = getattr(model, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    eos = model.config.eos_token_id if eos is None else eos
-    if eos is None:
-        return []
-    return [int(eos)] if isinstance(eos, int) else [int(token_id) for token_id in eos]
-
-
 def context_length(model: PreTrainedModel) -> int | None:
     """Longest sequence that the model was made for, None when its config does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def usable_rows(
-    rows: Sequence[ResponseRow], models: Sequence[PreTrainedModel], num_token_ids: int
+    rows: Iterable[Mapping[str, Any]],
+    target: PreTrainedModel,
+    num_token_ids: int,
+    drafts: Iterable[PreTrainedModel] = (),
 ) -> tuple[list[ResponseRow], int]:
-    """(rows that fit every model's context, how many did not fit).
+    """(corpus rows that fit the context of every model, how many did not fit).
+
+    What follows a response's first EOS of the target is left off; a row without a response is left out and not counted.
 
     Raises:
-        ValueError: a row has an id outside the vocabulary (another tokenizer), or no row is left.
+        ValueError: an empty prompt, an id outside the vocabulary (another tokenizer), or no row is left.
     """
-    limit = min((c for c in map(context_length, models) if c is not None), default=None)
-    kept = [row for row in rows if limit is None or row.num_tokens <= limit]
+    eos_ids = set(eos_ids_of(target))
+    answered = [row for row in (_response_row(row, eos_ids) for row in rows) if row.response_token_ids]
+    limit = min((c for c in map(context_length, (target, *drafts)) if c is not None), default=None)
+    kept = [row for row in answered if limit is None or row.num_tokens <= limit]
     for row in kept:
         if max(max(row.prompt_token_ids), max(row.response_token_ids)) >= num_token_ids:
             raise ValueError(
@@ -112,9 +83,29 @@ def usable_rows(
             )
     if not kept:
         raise ValueError(
-            f"no rows to measure on: {len(rows)} non-empty rows, none within the context of {limit} tokens"
+            f"no rows to measure on: {len(answered)} non-empty rows, none within the context of {limit} tokens"
         )
-    return kept, len(rows) - len(kept)
+    return kept, len(answered) - len(kept)
+
+
+def _response_row(row: Mapping[str, Any], eos_ids: set[int]) -> ResponseRow:
+    prompt = [int(token_id) for token_id in row["prompt_token_ids"]]
+    if not prompt:
+        raise ValueError(
+            f"row {row['prompt_id']}: empty prompt_token_ids; the first response token has no context"
+        )
+    response = [int(token_id) for token_id in row["response_token_ids"]]
+    end = next((i + 1 for i, token_id in enumerate(response) if token_id in eos_ids), len(response))
+    source = str(row["source"])
+    return ResponseRow(
+        str(row["prompt_id"]),
+        source,
+        prompt,
+        response[:end],
+        float(row["temperature"]),
+        domain=str(row.get("domain") or source),
+        was_cut=row.get("finish_reason", "length") == "length" and not eos_ids.intersection(response[end - 1 : end]),
+    )
 
 
 def rows_at_temperature(
@@ -123,6 +114,18 @@ def rows_at_temperature(
     """Indices of the rows that were sampled at this temperature, or of all rows if none was."""
     matching = [i for i, row in enumerate(rows) if row.sampled_at(temperature)]
     return (matching or list(range(len(rows))))[:max_rows]
+
+
+def first_rows(rows: Sequence[ResponseRow], max_tokens: int | None) -> list[ResponseRow]:
+    """The first rows that have at most `max_tokens` response tokens together (None: all rows), at least one row."""
+    chosen: list[ResponseRow] = []
+    num_tokens = 0
+    for row in rows:
+        num_tokens += len(row.response_token_ids)
+        if chosen and max_tokens is not None and num_tokens > max_tokens:
+            break
+        chosen.append(row)
+    return chosen
 
 
 def length_batches(rows: Sequence[ResponseRow], batch_tokens: int) -> list[list[int]]:

@@ -56,6 +56,17 @@ class StepTimes:
             )
         return self.target_ms[gamma]
 
+    def speedup(self, *, tau: float, gamma: int) -> float:
+        """`predicted_speedup` of decoding alone at these times, with tau tokens per round of gamma proposals."""
+        return predicted_speedup(
+            tau=tau,
+            gamma=gamma,
+            draft_ms=self.mean_draft_ms(gamma),
+            target_ms=self.target_ms[0],
+            verify_ms=self.verify_ms(gamma),
+            overhead_ms=self.overhead_ms,
+        )
+
 
 def expected_tokens_iid(alpha: float, gamma: int) -> float:
     """tau when each token is accepted independently with probability alpha; gamma + 1 at alpha = 1."""
@@ -84,16 +95,6 @@ def expected_tokens_from_positions(cumulative_acceptance: Sequence[float], gamma
             f"cumulative_acceptance={rates}: must not increase (did you pass conditional rates?)"
         )
     return 1.0 + sum(rates[:gamma])
-
-
-def cumulative_from_conditional(conditional_acceptance: Sequence[float]) -> list[float]:
-    """P(1..i all accepted) from P(i accepted | 1..i-1 accepted): running products."""
-    cumulative, product = [], 1.0
-    for rate in conditional_acceptance:
-        _check_alpha(rate)
-        product *= rate
-        cumulative.append(product)
-    return cumulative
 
 
 def predicted_speedup(
@@ -137,14 +138,7 @@ def speedup_iid(alpha: float, gamma: int, times: StepTimes) -> float:
     """`predicted_speedup` of i.i.d. acceptance alpha with measured step times; 1.0 for gamma 0."""
     if gamma == 0:
         return 1.0
-    return predicted_speedup(
-        tau=expected_tokens_iid(alpha, gamma),
-        gamma=gamma,
-        draft_ms=times.mean_draft_ms(gamma),
-        target_ms=times.target_ms[0],
-        verify_ms=times.verify_ms(gamma),
-        overhead_ms=times.overhead_ms,
-    )
+    return times.speedup(tau=expected_tokens_iid(alpha, gamma), gamma=gamma)
 
 
 def break_even_acceptance(gamma: int, times: StepTimes) -> float | None:
@@ -168,22 +162,6 @@ def best_gamma(alpha: float, times: StepTimes, max_gamma: int | None = None) -> 
     limit = times.max_gamma if max_gamma is None else max_gamma
     candidates = [(gamma, speedup_iid(alpha, gamma, times)) for gamma in range(limit + 1)]
     return max(candidates, key=lambda candidate: (candidate[1], -candidate[0]))
-
-
-def best_gamma_from_positions(cumulative_acceptance: Sequence[float], times: StepTimes) -> tuple[int, float]:
-    """As `best_gamma`, from measured cumulative acceptance; only what was measured is considered."""
-    best = (0, 1.0)
-    for gamma in range(1, min(len(cumulative_acceptance), times.max_gamma) + 1):
-        speedup = predicted_speedup(
-            tau=expected_tokens_from_positions(cumulative_acceptance, gamma),
-            gamma=gamma,
-            draft_ms=times.mean_draft_ms(gamma),
-            target_ms=times.target_ms[0],
-            verify_ms=times.verify_ms(gamma),
-            overhead_ms=times.overhead_ms,
-        )
-        best = (gamma, speedup) if speedup > best[1] else best
-    return best
 
 
 def max_paying_draft_ms(alpha: float, gamma: int, times: StepTimes) -> float:

@@ -7,12 +7,12 @@ own (static slots, its attention, its head), so that the figures are those of se
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from eval.measured_runtime import fixed_chains
 from eval.theory import StepTimes
 from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder
 from specdec_runtime.drafter import with_trimmed_head
@@ -114,16 +114,7 @@ def measure_overhead_ms(
 
     Admitting a prompt has an overhead of its own, so runs of one token (no round) are subtracted.
     """
-    config = replace(
-        runtime or DecoderConfig(),
-        num_speculative_tokens=gamma,
-        max_batch_size=batch_size,
-        drafter="model",
-        tree=None,
-        gamma="fixed",
-        verify_width=None,
-        min_conditional_acceptance=0.0,
-    )
+    config = fixed_chains(runtime, num_speculative_tokens=gamma, max_batch_size=batch_size)
     decoder = SpeculativeDecoder(target, draft, config, draft_vocab_ids=draft_vocab_ids)
 
     def run(max_new_tokens: int) -> tuple[float, int]:

@@ -7,7 +7,7 @@ Shapes: N generated positions, V token ids, K ids that the draft scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from eval.acceptance import distribution
 from eval.head import Head, evaluating, resolve_num_token_ids
+from eval.measured_runtime import fixed_chains
 from eval.position_scores import probability_of
 from eval.teacher_forcing import Draft, ResponseRow, response_hidden_states
 from specdec_runtime import DecoderConfig, Output, Request, SpeculativeDecoder
@@ -102,17 +103,7 @@ def trace_tokens(
         [None, *(draft.vocab_ids for draft in drafts.values())],
         num_token_ids,
     )
-    config = replace(
-        runtime or DecoderConfig(),
-        num_speculative_tokens=gamma,
-        drafter="model",
-        tree=None,
-        gamma="fixed",
-        sampler=sampler,
-        max_batch_size=len(prompts),
-        verify_width=None,
-        min_conditional_acceptance=0.0,
-    )
+    config = fixed_chains(runtime, num_speculative_tokens=gamma, sampler=sampler, max_batch_size=len(prompts))
     traces: dict[tuple[int, float, str], TokenTrace] = {}
     for name, draft in drafts.items():
         records: list[RoundRecord] = []

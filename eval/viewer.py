@@ -3,7 +3,7 @@
 Every text is escaped, and the page's own policy forbids it to load anything.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
@@ -142,8 +142,3 @@ def _shown(token: Probability) -> str:
 
 def _number(probability: float) -> str:
     return f"{probability:.3f}" if probability >= 0.0005 else f"{probability:.0e}"
-
-
-def viewer_texts(traces: Iterable[TokenTrace]) -> list[str]:
-    """The texts that the page's cards show, in order."""
-    return ["".join(token.token.text for token in trace.tokens) for trace in traces]

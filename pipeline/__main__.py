@@ -51,9 +51,8 @@ class _Jobs:
 def main() -> None:
     """Run the pipeline and end the process with the exit code that `pipeline/errors.py` lists."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HYDRA_FULL_ERROR"] = (
-        "1"  # Hydra hands its errors over instead of printing them and leaving with 1
-    )
+    # Hydra then hands its errors over instead of printing them and leaving with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     # argparse takes key=value words in one stretch only, so `+experiment=tiny -m loss=tv,nla` would be refused.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     register_schema()

@@ -12,13 +12,16 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.teacher_forcing import context_length
 from pipeline.corpus.prompts import SkippedRow, row_ids
 from pipeline.corpus.sources import COLUMNS, BadRow, read_rows
 
 FIELD = "bench.prompts"
 MAX_NAMED = 20
+#: For models whose config sets no limit.
+UNLIMITED_TOKENS = 2**31
 
 
 @dataclass
@@ -49,6 +52,11 @@ class PromptSet:
             "num_skipped_prompts": {reason: len(names) for reason, names in self.skipped.items()},
             "skipped_prompts": {reason: names[:MAX_NAMED] for reason, names in self.skipped.items()},
         }
+
+
+def prompt_room(models: Iterable[PreTrainedModel], *, num_new_tokens: int) -> int:
+    """Tokens that a prompt may have, so that every model's context holds it with an answer of `num_new_tokens`."""
+    return min(context_length(model) or UNLIMITED_TOKENS for model in models) - num_new_tokens
 
 
 def held_out_prompts(rows: Iterable[dict[str, Any]], *, num_prompts: int, max_tokens: int) -> PromptSet:

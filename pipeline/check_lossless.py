@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from eval.bench_conditions import BackendFactory
 from eval.lossless_check import Comparison, LosslessCheck
 from pipeline.commands import compose_config, run_command
+from pipeline.console import result_console
 from pipeline.drafts import MEDUSA, load_bench_drafts
 from pipeline.finished import finished_context
 from pipeline.models import load_causal_lm, resolve_target
@@ -40,8 +40,7 @@ def check_lossless(config: Config) -> bool:
         ValueError: the draft is not trained yet, or no prompt can be used.
     """
     reference, dtype = resolve_target(config), config.bench.dtype or config.target.dtype
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
+    console = result_console()
     with open_tracker(config) as tracker:
         context = finished_context(config, reference, ["corpus", "distill"], work_dir=Path(), tracker=tracker)
     target = load_causal_lm(reference.path, dtype, config.target.trust_remote_code)

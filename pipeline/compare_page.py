@@ -1,13 +1,12 @@
 """The comparison of runs as one self-contained HTML page: nothing in it is loaded from elsewhere."""
 
-import base64
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from matplotlib.figure import Figure
 
 from pipeline.compare_table import NOTHING, Line
+from pipeline.inline_image import inline_image
 from pipeline.tracking_read import RunRecord
 
 MAX_CURVES = 12
@@ -32,7 +31,7 @@ def compare_page(lines: Sequence[Line], *, title: str) -> str:
     if len(changed[0]) > 1:
         parts += ["<h2>Settings that differ</h2>", _table(changed, mark_best=False)]
     for heading, figure in figures_of(runs).items():
-        parts += [f"<h2>{escape(heading)}</h2>", _image(figure, heading)]
+        parts += [f"<h2>{escape(heading)}</h2>", inline_image(figure, description=heading, dpi=130)]
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -125,10 +124,3 @@ def _curves(runs: Sequence[RunRecord]) -> Figure | None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _image(figure: Figure, description: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f'<img alt="{escape(description)}" src="data:image/png;base64,{data}">'

@@ -70,10 +70,8 @@ def check_vocab_size(vocab_size_target: int, vocab_size_draft: int, max_token_id
                 Finding(
                     "vocab_size",
                     ERROR,
-                    (
-                        f"the {who}'s vocab_size is {size}, but its tokenizer has ids up to {max_token_id}: "
-                        "resize the model's embeddings to the tokenizer, or use the tokenizer that it was trained with"
-                    ),
+                    f"the {who}'s vocab_size is {size}, but its tokenizer has ids up to {max_token_id}: "
+                    "resize the model's embeddings to the tokenizer, or use the tokenizer that it was trained with",
                 )
             ]
     if vocab_size_target == vocab_size_draft:
@@ -82,10 +80,8 @@ def check_vocab_size(vocab_size_target: int, vocab_size_draft: int, max_token_id
         Finding(
             "vocab_padding",
             ERROR,
-            (
-                f"same tokens, but vocab_size is {vocab_size_target} in the target and {vocab_size_draft} in the draft (padding): "
-                "vLLM refuses the pair. Export pads or trims the draft to the target's width"
-            ),
+            f"same tokens, but vocab_size is {vocab_size_target} in the target and {vocab_size_draft} in the draft (padding): "
+            "vLLM refuses the pair. Export pads or trims the draft to the target's width",
         )
     ]
 
@@ -105,12 +101,10 @@ def check_context_length(target: PreTrainedConfig, draft: PreTrainedConfig) -> l
         Finding(
             "context_length",
             ERROR,
-            (
-                f"the draft reads {length_draft} positions and the target {length_target or 'any number of'}: from position "
-                f"{length_draft} on there is no speculation (native runtime) or a failure (other engines). Serve with a context of "
-                f"at most {length_draft}, "
-                "or choose a draft with the target's context length"
-            ),
+            f"the draft reads {length_draft} positions and the target {length_target or 'any number of'}: from position "
+            f"{length_draft} on there is no speculation (native runtime) or a failure (other engines). Serve with a context of "
+            f"at most {length_draft}, "
+            "or choose a draft with the target's context length",
         )
     ]
 
@@ -158,9 +152,7 @@ def check_shapes(draft: PreTrainedConfig) -> list[Finding]:
             Finding(
                 "head_shape",
                 ERROR,
-                (
-                    f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads: no engine shares them evenly"
-                ),
+                f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads: no engine shares them evenly",
             )
         )
     if head_size % 8 or head_size > MAX_VLLM_HEAD_SIZE:
@@ -168,10 +160,8 @@ def check_shapes(draft: PreTrainedConfig) -> list[Finding]:
             Finding(
                 "head_shape",
                 WARNING,
-                (
-                    f"head size {head_size}: vLLM's attention kernels take multiples of 8 up to {MAX_VLLM_HEAD_SIZE}; "
-                    "this draft may be refused there"
-                ),
+                f"head size {head_size}: vLLM's attention kernels take multiples of 8 up to {MAX_VLLM_HEAD_SIZE}; "
+                "this draft may be refused there",
             )
         )
     return findings
@@ -190,10 +180,8 @@ def check_generation_config(settings: Mapping[str, Any], *, who: str = "draft") 
         Finding(
             "penalty",
             ERROR if who == "draft" else WARNING,
-            (
-                f"the {who}'s generation settings (generation_config.json) have {active}: that changes the logits behind "
-                "the sampler's back. Remove it there, and ask for penalties per request"
-            ),
+            f"the {who}'s generation settings (generation_config.json) have {active}: that changes the logits behind "
+            "the sampler's back. Remove it there, and ask for penalties per request",
         )
     ]
 

@@ -8,7 +8,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from distill.config import refuse_for_medusa
-from eval.bench_conditions import tree_of
 from pipeline.schema import STAGE_NAMES, Config, TargetConfig
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
@@ -72,6 +71,9 @@ def to_config(composed: DictConfig) -> Config:
 
 def _check_medusa(config: Config) -> None:
     """What only a draft model can do would fail late, after the training."""
+    # It brings in torch, which settings of a draft model do not need.
+    from eval.bench_conditions import tree_of
+
     for name in ("preflight", "export"):
         if name in config.stages:
             raise ValueError(

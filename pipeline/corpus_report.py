@@ -9,9 +9,9 @@ from pathlib import Path
 from pipeline.commands import compose_config, run_command
 from pipeline.corpus.read import SHARDS
 from pipeline.corpus.report import write_corpus_report
-from pipeline.finished import stage_fingerprints
 from pipeline.models import ModelRef, load_tokenizer, resolve_target
 from pipeline.schema import Config
+from pipeline.stages import input_revisions, stage_fingerprints
 from pipeline.store import Store
 from pipeline.tracking import open_tracker
 
@@ -38,7 +38,7 @@ def corpus_folder(config: Config, target: ModelRef) -> Path:
     Raises:
         ValueError: there is none.
     """
-    fingerprint = stage_fingerprints(config, target)["corpus"]
+    fingerprint = stage_fingerprints(config, input_revisions(config, target))["corpus"]
     store = Store(Path(config.artifacts_dir))
     for folder in (store.folder("corpus", fingerprint), store.work_dir("corpus", fingerprint)):
         if any((folder / SHARDS).glob("*.parquet")):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pipeline.bench_prompts import file_prompts
+from pipeline.bench_prompts import file_prompts, prompt_room
 from pipeline.context import StageContext
 from pipeline.held_out import corpus_parts
 from pipeline.models import ModelRef, load_tokenizer
@@ -58,13 +58,12 @@ def answered_rows(config: Config, reference: ModelRef, target: PreTrainedModel) 
     """The prompts of `eval.prompts` with the target's own answers at each of `eval.temperatures`."""
     settings = config.eval
     assert settings.prompts is not None
-    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
     chosen = file_prompts(
         settings.prompts,
         load_tokenizer(reference.path, reference.trust_remote_code),
         chat=config.target.chat,
         num_prompts=settings.num_prompts,
-        max_tokens=context_tokens - max(settings.max_new_tokens, settings.decoded_tokens),
+        max_tokens=prompt_room([target], num_new_tokens=max(settings.max_new_tokens, settings.decoded_tokens)),
         field="eval.prompts",
     )
     rows: list[Row] = []
@@ -116,10 +115,10 @@ def fitting(
     Raises:
         ValueError: there is none; `field` is the setting that asks for so many new tokens.
     """
-    contexts = [getattr(m.config.get_text_config(), "max_position_embeddings", None) or 2**31 for m in models]
-    chosen = [ids for ids in prompts if len(ids) + num_new_tokens <= min(contexts)]
+    room = prompt_room(models, num_new_tokens=num_new_tokens)
+    chosen = [ids for ids in prompts if len(ids) <= room]
     if not chosen:
         raise ValueError(
-            f"{field}={num_new_tokens}: no prompt leaves room for it in a context of {min(contexts)} tokens; lower it"
+            f"{field}={num_new_tokens}: no prompt leaves room for it in a context of {room + num_new_tokens} tokens; lower it"
         )
     return chosen

@@ -1,28 +1,20 @@
 """What earlier runs left, for the commands that build on it: finished stage folders of a configuration."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.context import StageContext
 from pipeline.models import ModelRef
 from pipeline.schema import Config
-from pipeline.stages import STAGES, input_revisions, stage_fingerprint
+from pipeline.stages import input_revisions, stage_fingerprints
 from pipeline.store import Store
 from pipeline.tracker import Tracker
 
 
-def stage_fingerprints(config: Config, target: ModelRef) -> dict[str, str]:
-    """The fingerprint that each stage has under this configuration."""
-    values, revisions, fingerprints = asdict(config), input_revisions(config, target), dict[str, str]()
-    for stage in STAGES:
-        fingerprints[stage.name] = stage_fingerprint(stage, values, revisions, fingerprints)
-    return fingerprints
-
-
 def finished_folders(config: Config, target: ModelRef, names: Sequence[str]) -> dict[str, Path]:
     """The folders of these stages, those that are finished for this configuration."""
-    store, fingerprints = Store(Path(config.artifacts_dir)), stage_fingerprints(config, target)
+    store = Store(Path(config.artifacts_dir))
+    fingerprints = stage_fingerprints(config, input_revisions(config, target))
     return {
         name: store.folder(name, fingerprints[name])
         for name in names

@@ -112,9 +112,7 @@ def _load_parts(path: str | Path, *, who: str, trust_remote_code: bool) -> tuple
     def load(what: str, loader: Callable[[], Loaded]) -> Loaded | None:
         try:
             return loader()
-        except (
-            Exception
-        ) as error:  # transformers raises many kinds for one broken file; all of them are a finding here
+        except Exception as error:  # Transformers raises many kinds for one broken file; each is a finding here
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             findings.append(
                 Finding(f"broken_{what}", ERROR, f"the {who}'s {what} in {path} cannot be loaded: {reason}")

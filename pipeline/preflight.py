@@ -139,10 +139,8 @@ def _memory_findings(memory: dict[str, float]) -> list[Finding]:
         Finding(
             "memory",
             WARNING,
-            (
-                f"about {needed:.1f} GiB of memory are needed and {memory['available']:.1f} GiB are available: take a smaller draft, "
-                "a lower runtime.max_batch_size, or a larger machine"
-            ),
+            f"about {needed:.1f} GiB of memory are needed and {memory['available']:.1f} GiB are available: take a smaller draft, "
+            "a lower runtime.max_batch_size, or a larger machine",
         )
     ]
 

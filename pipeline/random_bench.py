@@ -4,14 +4,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from eval.plots import speedup_figure
 from eval.random_bench import run_random_bench
+from pipeline.console import result_console
 from pipeline.models import default_device
 from pipeline.report import bench_table, describe_machine
 from pipeline.schema import Config
-from pipeline.stage_bench import bench_figures, bench_progress, print_table
+from pipeline.stage_bench import bench_figures, bench_progress
 from pipeline.store import fingerprint_of, write_json
 from pipeline.tracking import open_tracker
 
@@ -56,8 +55,7 @@ def run_shapes(config: Config) -> Path:
         figures = bench_figures(result.rows).items()
         tracker.log_metrics({name: value for name, value in figures if isinstance(value, float)})
     rows: list[Any] = result.rows
-    print_table(bench_table(rows))
-    Console(highlight=False).print(
-        f"random weights of {bench.target} and {bench.draft}: {folder / 'bench.json'}"
-    )
+    console = result_console()
+    console.print(bench_table(rows))
+    console.print(f"random weights of {bench.target} and {bench.draft}: {folder / 'bench.json'}", soft_wrap=True)
     return folder

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from eval.plots import speedup_figure
 from eval.teacher_forcing import Draft
 from pipeline.commands import compose_config, run_command
+from pipeline.console import result_console
 from pipeline.context import StageContext
 from pipeline.estimates import kv_bytes_per_token, num_parameters, weight_bytes
 from pipeline.eval_rows import EvalRows, answered_rows, eval_rows, fitting
@@ -65,8 +65,7 @@ def rank(config: Config, drafts: Sequence[str]) -> Path:
         write_json(folder / "rank.json", result)
         tracker.log_metrics(_figures(result["drafts"]))
         tracker.log_reference(NAME, folder)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 150))
+    console = result_console()
     console.print(rank_table(result["drafts"]))
     for row in result["drafts"]:
         for reason in row["reasons"]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from pipeline.console import result_console
 from pipeline.context import StageContext
 from pipeline.errors import GateFailure
 from pipeline.gate import gate_failures
@@ -16,7 +17,7 @@ from pipeline.prediction import prediction_table
 from pipeline.preflight import check_inputs
 from pipeline.report import Report, acceptance_table, bench_table, read_result
 from pipeline.schema import Config
-from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprint
+from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprints
 from pipeline.store import StageRecord, Store, git_commit, installed_versions
 from pipeline.summary import record_summary
 from pipeline.tracker import Tracker
@@ -40,12 +41,6 @@ def run_stages(config: Config) -> dict[str, Path]:
     return folders
 
 
-def _console() -> Console:
-    """A log file is as wide as the tables; a terminal is as wide as it is."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
-
-
 def _conclude(folder: Path, config: Config, console: Console) -> None:
     """Say what was measured, and hold it against the gate."""
     report = cast(Report, read_result(folder, "report.json"))
@@ -66,17 +61,13 @@ class _Run:
 
     def __init__(self, config: Config, store: Store, target: ModelRef) -> None:
         self.config, self.store, self.target = config, store, target
-        self.console = _console()
+        self.console = result_console()
         self.values = asdict(config)
         self.revisions = input_revisions(config, target)
-        self.fingerprints: dict[str, str] = {}
+        self.fingerprints = stage_fingerprints(config, self.revisions)
         self.folders: dict[str, Path] = {}
 
     def walk(self) -> dict[str, Path]:
-        for stage in STAGES:
-            self.fingerprints[stage.name] = stage_fingerprint(
-                stage, self.values, self.revisions, self.fingerprints
-            )
         chosen = [stage for stage in STAGES if stage.name in self.config.stages]
         needed = self._upstream_of(chosen)
         self._require_finished([stage for stage in needed if stage not in chosen])

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from eval.prediction import times_of_verdict
 from eval.theory import StepTimes
 from pipeline.commands import read_plan, run_command
 from pipeline.halving import successive_halving
+from pipeline.report import read_result
 from pipeline.schema import STAGE_NAMES
-from pipeline.search_score import Score, read_step_times, score_candidate, with_common_target
+from pipeline.search_score import Score, score_candidate, with_common_target
 from pipeline.search_table import Rungs, as_dict, markdown_table, pareto_figure
 from pipeline.store import fingerprint_of, write_json
 from pipeline.tracking_groups import open_group
@@ -114,7 +116,7 @@ class Search:
     def _times(self, parent: str) -> dict[str, StepTimes]:
         """Step times of the candidates that can be timed."""
         found = {
-            candidate: read_step_times(trial.folders["preflight"])
+            candidate: times_of_verdict(read_result(trial.folders["preflight"], "verdict.json"))
             for candidate, trial in self.timing.items()
             if self._attempt(candidate, trial, TIMING_STAGES, parent)
         }

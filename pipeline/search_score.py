@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.theory import StepTimes, expected_tokens_from_positions, predicted_speedup
+from eval.theory import StepTimes, expected_tokens_from_positions
 from pipeline.report import read_result
 from pipeline.shortlist import times_of_chosen_head
 
@@ -28,18 +28,6 @@ class Score:
     def score(self) -> float:
         """What candidates are ranked by."""
         return self.speedup
-
-
-def read_step_times(preflight_folder: Path) -> StepTimes:
-    """T(1..gamma+1) and T_draft as the preflight measured them."""
-    verdict = read_result(preflight_folder, "verdict.json")
-    target_ms = verdict["T_target_ms"]
-    return StepTimes(
-        draft_ms=verdict["T_draft_ms"],
-        draft_first_ms=verdict["T_draft_first_ms"],
-        target_ms=tuple(target_ms[str(width)] for width in range(1, len(target_ms) + 1)),
-        overhead_ms=verdict["overhead_ms"],
-    )
 
 
 def with_common_target(times: Mapping[str, StepTimes]) -> dict[str, StepTimes]:
@@ -71,14 +59,7 @@ def score_candidate(
     taus: dict[int, float] = {}
     for gamma in range(1, min(max_gamma, times.max_gamma) + 1):
         taus[gamma] = expected_tokens_from_positions(rounds["cumulative_acceptance"][str(gamma)])
-        speedups[gamma] = predicted_speedup(
-            tau=taus[gamma],
-            gamma=gamma,
-            draft_ms=times.mean_draft_ms(gamma),
-            target_ms=times.target_ms[0],
-            verify_ms=times.verify_ms(gamma),
-            overhead_ms=times.overhead_ms,
-        )
+        speedups[gamma] = times.speedup(tau=taus[gamma], gamma=gamma)
     best = max(speedups, key=lambda gamma: speedups[gamma])
     return Score(
         acceptance_rate=rate["value"],

@@ -7,6 +7,7 @@ it is done, so that the same command goes on after it was stopped, by hand or by
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from eval.bench_conditions import BackendFactory, Condition, conditions_at
 from eval.bench_measure import Measurement, measure
-from pipeline.bench_prompts import PromptSet, file_prompts
+from pipeline.bench_prompts import PromptSet, file_prompts, prompt_room
 from pipeline.commands import compose_config, run_command
+from pipeline.console import result_console
 from pipeline.context import StageContext
 from pipeline.drafter_table import short_way
 from pipeline.drafts import load_bench_drafts
@@ -105,8 +106,7 @@ def _fingerprint(context: StageContext) -> str:
 
 
 def _show(result: list[dict[str, Any]], *, num_done: int, num_chosen: int, folder: Path) -> None:
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 150))
+    console = result_console()
     console.print(leaderboard_table(result))
     console.print(f"{num_done} of {num_chosen} prompts, {folder / 'spec_bench.json'}", soft_wrap=True)
     if num_done < num_chosen:
@@ -120,14 +120,13 @@ def prompts_in_turn(config: Config, reference: ModelRef, target: PreTrainedModel
         ValueError: no prompt can be used.
     """
     bench = config.bench
-    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
     assert bench.prompts is not None
     every = file_prompts(
         bench.prompts,
         load_tokenizer(reference.path, reference.trust_remote_code),
         chat=config.target.chat,
-        num_prompts=2**31,
-        max_tokens=context_tokens - bench.max_new_tokens,
+        num_prompts=sys.maxsize,
+        max_tokens=prompt_room([target], num_new_tokens=bench.max_new_tokens),
     )
     by_group: dict[str, list[int]] = {}
     for index, category in enumerate(every.category_of):
@@ -145,7 +144,7 @@ def measure_prompts(config: Config, factory: BackendFactory, chosen: PromptSet, 
     """Every prompt that `path` does not have yet, appended to it one by one; all of its rows that were chosen."""
     conditions = conditions_at(config.bench, factory.drafts, temperature=min(config.bench.temperatures), batch=1)
     keys = [f"{n} {fingerprint_of({'ids': p})[:12]}" for n, p in zip(chosen.names, chosen.prompts, strict=True)]
-    done, deadline_s, warm_up = read_rows(path, conditions), None, config.bench.num_warmup_prompts
+    done, deadline_s, warm_up = _rows_of_file(path, conditions), None, config.bench.num_warmup_prompts
     if config.bench.max_minutes is not None:
         deadline_s = time.perf_counter() + 60 * config.bench.max_minutes
     with bench_progress() as on_progress, path.open("a", encoding="utf-8") as stream:
@@ -164,7 +163,7 @@ def measure_prompts(config: Config, factory: BackendFactory, chosen: PromptSet, 
     return [done[key] for key in keys if key in done]
 
 
-def read_rows(path: Path, conditions: Sequence[Condition]) -> dict[str, dict[str, Any]]:
+def _rows_of_file(path: Path, conditions: Sequence[Condition]) -> dict[str, dict[str, Any]]:
     """Rows by key. A line that a kill cut short is cut off the file, so that the next one starts on its own."""
     if not path.is_file():
         return {}

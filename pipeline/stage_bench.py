@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,12 +13,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from eval.bench import run_bench as measure_speed
 from eval.plots import speedup_figure
-from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts
+from pipeline.bench_prompts import PromptSet, file_prompts, held_out_prompts, prompt_room
+from pipeline.console import result_console
 from pipeline.context import StageContext, load_target
 from pipeline.drafter_table import drafter_figures, drafter_table, has_drafters, short_way
 from pipeline.drafts import load_bench_drafts, training_minutes
@@ -56,10 +55,10 @@ def run_bench(context: StageContext) -> dict[str, object]:
         context.tracker.log_figure(figure, f"speedup_t{temperature:g}.png")
     rows: list[Any] = result.rows
     if "export" not in config.stages:  # which shows the table itself, at the end of the run
-        print_table(bench_table(rows))
+        result_console().print(bench_table(rows))
     figures = bench_figures(rows)
     if has_drafters(rows):
-        print_table(drafter_table(rows, minutes))
+        result_console().print(drafter_table(rows, minutes))
         figures |= drafter_figures(rows, minutes)
     return figures
 
@@ -71,8 +70,7 @@ def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
         ValueError: no prompt can be used.
     """
     config, bench = context.config, context.config.bench
-    context_tokens = getattr(target.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    max_tokens = int(context_tokens) - bench.max_new_tokens
+    max_tokens = prompt_room([target], num_new_tokens=bench.max_new_tokens)
     if bench.prompts is None:
         rows = corpus_parts(context).test.select_columns(["prompt_id", "prompt_token_ids"])
         return held_out_prompts(rows, num_prompts=bench.num_prompts, max_tokens=max_tokens)
@@ -90,13 +88,6 @@ def bench_figures(rows: list[dict[str, Any]]) -> dict[str, object]:
             name = f"walltime_speedup_{row['draft']}_t{row['temperature']:g}_{short_way(row)}_b{row['batch']}"
             figures[name] = row["walltime_speedup"]
     return figures
-
-
-def print_table(table: Table) -> None:
-    """As wide as a log file needs or as the terminal is."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
-    console.print(table)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The method as a list: what is done, in which order, out of what. `pipeline/runner.py` walks it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -221,3 +221,11 @@ def stage_fingerprint(
             "revisions": {group: revision for group, revision in revisions.items() if group in groups},
         }
     )
+
+
+def stage_fingerprints(config: Config, revisions: dict[str, str]) -> dict[str, str]:
+    """The fingerprint of every stage under this configuration, by name; `revisions` as of `input_revisions`."""
+    values, fingerprints = asdict(config), dict[str, str]()
+    for stage in STAGES:
+        fingerprints[stage.name] = stage_fingerprint(stage, values, revisions, fingerprints)
+    return fingerprints

@@ -4,17 +4,16 @@ The disk is the truth and this is a view of it: whatever goes wrong with the ser
 the run goes on untracked. mlflow is imported when tracking starts (`pipeline/tracking_connect.py`).
 """
 
-import functools
 import json
-import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 from pipeline.processes import is_alive, process_mark
@@ -22,25 +21,16 @@ from pipeline.schema import Config, TrackingConfig
 from pipeline.store import UNFINISHED
 from pipeline.tracker import Tracker, flatten
 from pipeline.tracking_connect import connect, one_at_a_time, prepare_environment
+from pipeline.tracking_guard import never_fatal, status_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
-log = logging.getLogger(__name__)
-P = ParamSpec("P")
-
 MAX_BATCH = 100
-TAG_HOST, TAG_PROCESS = "draftsmith.host", "draftsmith.process"
-_REFUSALS = (
-    "INVALID_PARAMETER_VALUE",
-    "RESOURCE_ALREADY_EXISTS",
-    "RESOURCE_DOES_NOT_EXIST",
-    "BAD_REQUEST",
-    "PERMISSION_DENIED",
-)
 PARENT_TAG = "mlflow.parentRunId"
 TAG_GROUP = "draftsmith.group"
+TAG_HOST, TAG_PROCESS = "draftsmith.host", "draftsmith.process"
 
 
 @contextmanager
@@ -49,49 +39,20 @@ def open_tracker(config: Config) -> Iterator[Tracker]:
     if not config.tracking.enabled:
         yield Tracker()
         return
-    tracker = MlflowTracker(config)
-    try:
+    with MlflowTracker(config) as tracker:
         yield tracker
-    except BaseException as error:
-        tracker.end(status_of(error))
-        raise
-    tracker.end("FINISHED")
 
 
-def status_of(error: BaseException) -> str:
-    return "FAILED" if isinstance(error, Exception) else "KILLED"
-
-
-def never_fatal(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """A failed call is warned about. Tracking ends with the first one that the server did not answer with a refusal:
-    each further call would cost its timeout again.
-    """
-
-    @functools.wraps(method)
-    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.client is None:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # any kind: the HTTP, SQL and file stores raise their own
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if getattr(error, "error_code", None) in _REFUSALS:
-                log.warning(
-                    "MLflow at %s refused %s: %s", self.settings.uri, method.__name__.lstrip("_"), first_line
-                )
-            else:
-                self.client = None
-                log.warning(
-                    "MLflow at %s failed (%s); the run goes on without tracking",
-                    self.settings.uri,
-                    first_line,
-                )
-
-    return guarded
+def process_tags() -> dict[str, str]:
+    """Whose run it is: by these, a run is told from one whose process was killed."""
+    return {TAG_HOST: socket.gethostname(), TAG_PROCESS: process_mark(os.getpid())}
 
 
 class MlflowTracker(Tracker):
-    """Logs through `MlflowClient` with explicit run ids, so nothing depends on mlflow's global state."""
+    """Logs through `MlflowClient` with explicit run ids, so nothing depends on mlflow's global state.
+
+    A context manager, whose end is its run's end: finished, failed or killed.
+    """
 
     client: "MlflowClient | None"
 
@@ -113,7 +74,7 @@ class MlflowTracker(Tracker):
         self.experiment_id = self._find_experiment(config)
         self._end_dead_runs()
         name = self.settings.run_name or f"{config.target.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        tags = {TAG_HOST: socket.gethostname(), TAG_PROCESS: process_mark(os.getpid())}
+        tags = process_tags()
         if self.settings.parent_run is not None:
             tags[PARENT_TAG] = self.settings.parent_run
         self.parent_id = self.run_id = self._client.create_run(
@@ -164,13 +125,7 @@ class MlflowTracker(Tracker):
 
     @never_fatal
     def _open_stage(self, name: str, fingerprint: str) -> None:
-        tags = {
-            PARENT_TAG: self.parent_id,
-            "stage": name,
-            "fingerprint": fingerprint,
-            TAG_HOST: socket.gethostname(),
-            TAG_PROCESS: process_mark(os.getpid()),
-        }
+        tags = {PARENT_TAG: self.parent_id, "stage": name, "fingerprint": fingerprint, **process_tags()}
         self.run_id = self._client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
 
     @never_fatal
@@ -178,9 +133,16 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self.run_id, status)
         self.run_id = self.parent_id
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end("FINISHED" if error is None else status_of(error))
+
     @never_fatal
-    def end(self, status: str) -> None:
-        """Close the parent run."""
+    def _end(self, status: str) -> None:
         self._client.set_terminated(self.parent_id, status)
 
     @never_fatal
@@ -213,12 +175,11 @@ class MlflowTracker(Tracker):
     def log_corpus(self, folder: Path, *, digest: str, num_rows: int) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        source = json.dumps({"uri": _uri(folder)})
         dataset = Dataset(
             name="corpus",
             digest=digest[:36],
             source_type="local",
-            source=source,
+            source=json.dumps({"uri": _uri(folder)}),
             profile=json.dumps({"num_rows": num_rows}),
         )
         self._client.log_inputs(
@@ -247,11 +208,8 @@ class MlflowTracker(Tracker):
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        is_server = urlsplit(self.settings.uri).scheme in (
-            "http",
-            "https",
-        )  # which refuses sources on a client's disk
-        source = f"models:/{model.model_id}" if is_server else where
+        is_server = urlsplit(self.settings.uri).scheme in ("http", "https")
+        source = f"models:/{model.model_id}" if is_server else where  # a server refuses sources on a client's disk
         version = self._client.create_model_version(
             registered,
             source=source,

@@ -1,13 +1,11 @@
 """One run in MLflow above those of several invocations, such as the variants of an ablation."""
 
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.processes import process_mark
 from pipeline.schema import Config
-from pipeline.tracking import TAG_GROUP, TAG_HOST, TAG_PROCESS, MlflowTracker, never_fatal, status_of
+from pipeline.tracking import TAG_GROUP, MlflowTracker, process_tags
+from pipeline.tracking_guard import never_fatal
 
 
 class GroupTracker(MlflowTracker):
@@ -24,7 +22,7 @@ class GroupTracker(MlflowTracker):
         found = self._client.search_runs(
             [self.experiment_id], f"tags.`{TAG_GROUP}` = '{self.key}'", max_results=1
         )
-        tags = {TAG_HOST: socket.gethostname(), TAG_PROCESS: process_mark(os.getpid()), TAG_GROUP: self.key}
+        tags = {**process_tags(), TAG_GROUP: self.key}
         if not found:
             self.parent_id = self.run_id = self._client.create_run(
                 self.experiment_id, tags=tags, run_name=self.name
@@ -42,10 +40,5 @@ def open_group(config: Config, *, name: str, key: str) -> Iterator[GroupTracker 
     if not config.tracking.enabled:
         yield None
         return
-    tracker = GroupTracker(config, name=name, key=key)
-    try:
+    with GroupTracker(config, name=name, key=key) as tracker:
         yield tracker
-    except BaseException as error:
-        tracker.end(status_of(error))
-        raise
-    tracker.end("FINISHED")

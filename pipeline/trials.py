@@ -7,7 +7,7 @@ killed. Finished work is found by its fingerprint, so the same command again run
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from pipeline.errors import EXIT_INTERRUPTED
 from pipeline.input_checks import check_inputs
 from pipeline.models import ModelRef, resolve_target
 from pipeline.schema import Config
-from pipeline.stages import STAGES, input_revisions, stage_fingerprint
+from pipeline.stages import input_revisions, stage_fingerprints
 from pipeline.store import Store
 
 
@@ -63,19 +63,11 @@ def plan_trials(overrides_of: Mapping[str, Sequence[str]]) -> list[Trial]:
             check_inputs(config)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        fingerprints = _fingerprints(config, targets[key])
+        fingerprints = stage_fingerprints(config, input_revisions(config, targets[key]))
         store = Store(Path(config.artifacts_dir))
         folders = {stage: store.folder(stage, print_) for stage, print_ in fingerprints.items()}
         trials.append(Trial(name, tuple(overrides), config, fingerprints, folders))
     return trials
-
-
-def _fingerprints(config: Config, target: ModelRef) -> dict[str, str]:
-    values, revisions = asdict(config), input_revisions(config, target)
-    found: dict[str, str] = {}
-    for stage in STAGES:
-        found[stage.name] = stage_fingerprint(stage, values, revisions, found)
-    return found
 
 
 def run_trial(trial: Trial, stages: Sequence[str], *, parent_run: str = "") -> None:

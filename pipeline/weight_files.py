@@ -46,60 +46,40 @@ def check_weight_files(folder: Path, *, who: str, check_values: bool = True) -> 
     try:
         files = weight_files(folder)
     except ValueError as error:
-        return [
-            Finding(
-                "broken_shard",
-                ERROR,
-                f"the {who}'s weight index is broken: {error}. Download or write the model again",
-            )
-        ]
+        message = f"the {who}'s weight index is broken: {error}. Download or write the model again"
+        return [Finding("broken_shard", ERROR, message)]
     if not files:
-        if pickle_files(folder):
-            return [
-                Finding(
-                    "pickle_weights",
-                    WARNING,
-                    (
-                        f"the {who} in {folder} has pickled weights only: save it once with save_pretrained to get safetensors"
-                    ),
-                )
-            ]
-        return [Finding("missing_weights", ERROR, f"the {who}'s folder {folder} holds no *.safetensors file")]
+        return [_without_files(folder, who=who)]
     findings = _check_names(folder, files, who=who)
     found: set[str] = set()
     for path in files:
         try:
             for name, tensor in _tensors(path, load=check_values):
                 found.add(name)
-                if (
-                    tensor is not None
-                    and tensor.is_floating_point()
-                    and not bool(torch.isfinite(tensor).all())
-                ):
-                    num_bad = int((~torch.isfinite(tensor)).sum())
-                    findings.append(
-                        Finding(
-                            "non_finite_weights",
-                            ERROR,
-                            (
-                                f"the {who}'s tensor {name!r} in {path.name} has {num_bad} NaN or infinite values: "
-                                "train or download it again"
-                            ),
-                        )
-                    )
+                findings += [] if tensor is None else _check_finite(tensor, name, path, who=who)
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            findings.append(
-                Finding(
-                    "broken_shard",
-                    ERROR,
-                    (
-                        f"the {who}'s weight file {path} cannot be read ({error}): download or write the model again"
-                    ),
-                )
-            )
+            message = f"the {who}'s weight file {path} cannot be read ({error}): download or write the model again"
+            findings.append(Finding("broken_shard", ERROR, message))
     if not findings:
         findings.extend(_check_index(folder, found, who=who))
     return findings
+
+
+def _without_files(folder: Path, *, who: str) -> Finding:
+    if not pickle_files(folder):
+        return Finding("missing_weights", ERROR, f"the {who}'s folder {folder} holds no *.safetensors file")
+    message = f"the {who} in {folder} has pickled weights only: save it once with save_pretrained to get safetensors"
+    return Finding("pickle_weights", WARNING, message)
+
+
+def _check_finite(tensor: torch.Tensor, name: str, path: Path, *, who: str) -> list[Finding]:
+    num_bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+    if num_bad == 0:
+        return []
+    message = (
+        f"the {who}'s tensor {name!r} in {path.name} has {num_bad} NaN or infinite values: train or download it again"
+    )
+    return [Finding("non_finite_weights", ERROR, message)]
 
 
 def _tensors(path: Path, *, load: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -117,9 +97,7 @@ def _check_index(folder: Path, found: set[str], *, who: str) -> list[Finding]:
         Finding(
             "broken_shard",
             ERROR,
-            (
-                f"the {who}'s index {INDEX_NAME} names {len(absent)} tensors that no shard holds, the first is {absent[0]!r}: "
-                "download or write the model again"
-            ),
+            f"the {who}'s index {INDEX_NAME} names {len(absent)} tensors that no shard holds, the first is {absent[0]!r}: "
+            "download or write the model again",
         )
     ]

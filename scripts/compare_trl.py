@@ -127,7 +127,7 @@ def run_ours(
 ) -> tuple[list[int], float]:
     """This project's trainer on the same rows in the same steps."""
     num_ids = draft.get_output_embeddings().weight.shape[0]
-    dataset = PackedDataset(rows, train, remap_table(range(num_ids), num_ids), with_topk=arguments.variant == "cached")
+    dataset = PackedDataset(rows, train, remap_table(None, num_ids), with_topk=arguments.variant == "cached")
     size = arguments.rows_per_step
     groups = [list(range(start, start + size)) for start in range(0, len(rows) // size * size, size)]
     dataset.plan = StepPlan(groups, 1)

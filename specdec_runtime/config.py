@@ -1,18 +1,16 @@
 """Settings of the decoding engine; they are also the Hydra group `runtime`."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-from specdec_runtime.tree import Tree, make_tree
+if TYPE_CHECKING:
+    from specdec_runtime.tree import Tree
 
 DRAFTERS = ("model", "ngram", "medusa")
 SAMPLERS = ("probabilistic", "greedy")
 GAMMAS = ("fixed", "auto")
 ACCEPTANCES = ("exact", "typical", "lenient", "synthetic")
-INVARIANT_WIDTH = (
-    8  # width of every decode forward under width_invariant, so that all gammas below it share a shape
-)
-
+INVARIANT_WIDTH = 8  # of every decode forward under width_invariant, so that all gammas below it share a shape
 MAX_TREE_NODES = 63  # with the root, what the scratch positions of a slot hold
 
 
@@ -130,10 +128,13 @@ class DecoderConfig:
                 )
 
     @property
-    def topology(self) -> Optional[Tree]:
+    def topology(self) -> Optional["Tree"]:
         """The tree that is proposed in a round; None for a chain, and in plain decoding."""
         if self.tree is None or self.num_speculative_tokens == 0:
             return None
+        # It brings in torch, which settings without a tree do not need.
+        from specdec_runtime.tree import make_tree
+
         return make_tree(self.tree, max_nodes=min(self.max_draft_tokens, MAX_TREE_NODES))
 
     @property

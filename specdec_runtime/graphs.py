@@ -16,7 +16,6 @@ logger = logging.getLogger("specdec_runtime")
 NUM_WARMUP_RUNS = 2
 
 
-
 class Computed(NamedTuple):
     """Of a forward: logits, None where the head was not run, and the last hidden states, None where they are not wanted."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.lossy import lossy_accepts, synthetic_accepts
-from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.noise import ACCEPT, NEXT, NUM_PURPOSES
 from specdec_runtime.proposal import Proposal
 from specdec_runtime.request import Request
 from specdec_runtime.scheduler import TokenLogprob
@@ -123,9 +123,8 @@ class Judge:
             )
         probs_BTV = sampling.warp(adjusted_BTV)
         if uniform_PBT is None:
-            uniform_PBT = probs_BTV.new_zeros(
-                3, *probs_BTV.shape[:2]
-            )  # temperature 0: nothing is left to chance
+            # Temperature 0: nothing is left to chance.
+            uniform_PBT = probs_BTV.new_zeros(NUM_PURPOSES, *probs_BTV.shape[:2])
         accept_uniform_BG = uniform_PBT[ACCEPT, :, : proposal.ids_BG.shape[1]]
         if self.config.acceptance in ("typical", "lenient"):
             lossy_accept_BG = lossy_accepts(

@@ -89,11 +89,6 @@ class Request:
             if not is_right:
                 raise ValueError(f"{name}={getattr(self, name)}: {hint}")
 
-    @property
-    def penalises(self) -> bool:
-        """Whether the distribution depends on which ids were seen before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
-
 
 @dataclass
 class Logprobs:

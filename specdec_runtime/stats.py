@@ -7,6 +7,7 @@
 - block efficiency (tau) = committed / (rounds + prefills): exactly 1 without speculation.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -78,6 +79,14 @@ class Stats:
                     mine[i] += count
             elif isinstance(value, (int, float)):
                 setattr(self, name, mine + value)
+
+
+def total_stats(parts: Iterable[Stats]) -> Stats:
+    """The sum of several."""
+    total = Stats()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def _extend(counts: list[int], length: int) -> None:

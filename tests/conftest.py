@@ -27,6 +27,21 @@ Composer = Callable[..., Config]
 Entry = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def run_module(
+    module: str, *arguments: str, folder: Path, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """`python -m module` with the folder as its working folder, this repository's code, and wide tables."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        text=True,
+        capture_output=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 @pytest.fixture
 def make_config() -> Composer:
     """`make_config("+experiment=tiny", "loss=tv")` is the checked configuration of that command line."""
@@ -44,15 +59,6 @@ def run_entry(tmp_path: Path) -> Entry:
     """`run_entry("+experiment=tiny")` runs the entry point in an empty folder, with artifacts inside it."""
 
     def run(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        return subprocess.run(
-            [sys.executable, "-m", "pipeline", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return run_module("pipeline", *arguments, folder=tmp_path, timeout_s=timeout_s)
 
     return run

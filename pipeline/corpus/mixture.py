@@ -194,5 +194,3 @@ class PromptStream:
             ],
             "exhausted": self.exhausted,
         }
-
-

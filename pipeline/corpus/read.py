@@ -10,9 +10,8 @@ from datasets import Dataset
 from pipeline.corpus.answer_folder import shard_tables
 
 SHARDS = "shards"
-_MAX_COPIED_BYTES = (
-    2**30
-)  # larger ones are read through an index instead; a list column holds 2^31 items at most
+#: Larger ones are read through an index instead; a list column holds 2^31 items at most.
+_MAX_COPIED_BYTES = 2**30
 
 
 def read_corpus(folder: Path) -> Dataset:

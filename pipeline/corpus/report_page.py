@@ -1,7 +1,5 @@
 """A corpus report as one HTML page that needs nothing else: pictures inside, no script, no request to anywhere."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from pipeline.corpus.report_counts import Statistics
+from pipeline.inline_image import inline_image
 
 _MAX_GROUPS = 100
 _STYLE = """
@@ -42,7 +41,7 @@ def render_page(
         *(_group_table(kind, found) for kind in found.groups),
         _reasons(record),
         "<h2>Distributions</h2><div class='figures'>",
-        *(_picture(name, figure) for name, figure in figures.items()),
+        *(inline_image(figure, description=name, dpi=110) for name, figure in figures.items()),
         "</div>",
         f"<h2>{len(samples)} random samples</h2>",
         "<p class='note'>Special tokens are shown as they are.</p>",
@@ -107,13 +106,6 @@ def _reasons(record: Mapping[str, Any]) -> str:
         return ""
     head = "<tr><th>not written</th><th class='n'>rows</th><th>such as</th></tr>"
     return f"<table>{head}{''.join(lines)}</table>"
-
-
-def _picture(name: str, figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f"<img alt='{escape(name)}' src='data:image/png;base64,{data}'>"
 
 
 def _sample(row: Mapping[str, Any], texts: tuple[str, str]) -> str:

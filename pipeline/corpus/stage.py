@@ -144,9 +144,8 @@ class RowSource:
         self.accounting = Accounting()
         prompts = self._prompts(backend, self.accounting, CorpusProgress(Console(quiet=True)))
         for row in plan_rows(prompts, self.config.corpus):
-            self.accounting.num_requested += (
-                row.sample_index > 0
-            )  # the prompt itself was counted as it was read
+            # The prompt itself was counted as it was read.
+            self.accounting.num_requested += row.sample_index > 0
             yield row
         self.described = prompts.describe()
 

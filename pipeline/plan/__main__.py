@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from pipeline.commands import run_command
+from pipeline.console import result_console
 from pipeline.plan.gpus import gpu_of
 from pipeline.plan.settings import PlanSettings, read_settings
 from pipeline.plan.shapes import draft_shape, target_shape
@@ -26,8 +25,7 @@ def main(words: Sequence[str]) -> None:
     """
     settings = read_settings(words)
     plan = plan_of(settings)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
+    console = result_console()
     show(console, plan, settings)
     if settings.json is not None:
         path = Path(settings.json)

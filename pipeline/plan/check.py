@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from distill.objective import Objective
 from eval.random_bench import build_model
 from eval.shapes import SHAPES
 from pipeline.commands import run_command
+from pipeline.console import result_console
 from pipeline.estimates import TOKEN_BYTES, measure_rates
 from pipeline.plan import formulas
 from pipeline.plan.formulas import FP32_BYTES
@@ -83,8 +83,7 @@ def main(words: Sequence[str]) -> None:
     for check in checks:
         verdict = "ratio only" if check.allowed is None else "right" if check.is_right else "OFF"
         table.add_row(check.what, f"{check.formula:,.6g}", f"{check.measured:,.6g}", check.unit, f"{check.ratio:.3f}", verdict)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(console.width, 140))
+    console = result_console()
     console.print(table)
     if not all(check.is_right for check in checks):
         sys.exit(EXIT_OFF)

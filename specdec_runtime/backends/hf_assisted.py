@@ -1,5 +1,4 @@
-"""Speculative decoding by Transformers' assisted generation (`assistant_model=`), batch 1 only, as a peer to
-compare with.
+"""Speculative decoding by Transformers' assisted generation (`assistant_model=`), batch 1 only, as a peer to compare with.
 
 Its two hidden knobs are fixed so that it proposes exactly gamma tokens a round: the schedule is "constant"
 and the confidence threshold 0 (both live on the *assistant's* generation_config). Counts come from its
@@ -114,17 +113,16 @@ def _counting(model: PreTrainedModel, stats: Stats) -> Iterator[None]:
 
         def update_candidate_strategy(input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
             update(input_ids, scores, num_matches)
-            _count_round(stats, proposed, input_ids[0].tolist())
+            count_round(input_ids[0].tolist())
 
         num_seen = kwargs["input_ids"].shape[1]
 
-        def _count_round(stats: Stats, proposed: list[int], all_ids: list[int]) -> None:
+        def count_round(all_ids: list[int]) -> None:
             nonlocal num_seen
             committed = all_ids[num_seen:]
             num_seen = len(all_ids)
-            # `num_matches` is one short when an accepted proposal is the EOS, so the tokens themselves are
-            # compared:
-            # a correction never equals the proposal that it replaces.
+            # `num_matches` is one short when an accepted proposal is the EOS, so the tokens themselves are compared: a
+            # correction never equals the proposal that it replaces.
             pairs = zip(proposed, committed, strict=False)
             num_accepted = next(
                 (i for i, (a, b) in enumerate(pairs) if a != b), min(len(proposed), len(committed))

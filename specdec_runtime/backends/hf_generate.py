@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
+from specdec_runtime.limits import eos_ids_of
 from specdec_runtime.request import Output, Request
 from specdec_runtime.stats import Stats
 
@@ -144,8 +145,7 @@ def refuse_unsupported(request: Request, backend: str) -> None:
 def generation_config_of(
     requests: Sequence[Request], stop_ids: Sequence[int], **options: Any
 ) -> GenerationConfig:
-    """The requests' shared parameters, every one of them explicit: `generate` fills what is None from
-    defaults.
+    """The requests' shared parameters, every one of them explicit: `generate` fills what is None from defaults.
 
     There is no pad id: `generate` then pads with the first stop id and never guesses a mask from it (an
     assistant would take real tokens for padding).
@@ -173,17 +173,12 @@ def generation_config_of(
 
 def stop_ids_of(model: PreTrainedModel, request: Request) -> list[int]:
     """The ids that end this request's output: the model's EOS unless it is ignored, and the request's own."""
-    eos = None if request.ignore_eos else model.generation_config.eos_token_id
-    if eos is None and not request.ignore_eos:
-        eos = model.config.eos_token_id
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    eos_ids = () if request.ignore_eos else eos_ids_of(model)
     return [*eos_ids, *(i for i in request.stop_token_ids if i not in eos_ids)]
 
 
 def cut(token_ids: list[int], request: Request, stop_ids: Sequence[int]) -> tuple[list[int], str]:
-    """(ids up to the first stop id and the request's own length cap, finish reason); a batch runs to its
-    longest row.
-    """
+    """(ids up to the first stop id and the request's own length cap, finish reason); a batch runs to its longest row."""
     token_ids = token_ids[: request.max_new_tokens]
     end = next((i + 1 for i, token_id in enumerate(token_ids) if token_id in stop_ids), None)
     return (token_ids, "length") if end is None else (token_ids[:end], "stop")
@@ -210,9 +205,7 @@ def own_generation_config(model: PreTrainedModel, config: GenerationConfig) -> I
 
 @contextmanager
 def seeded(seeds: Sequence[Optional[int]], device: torch.device) -> Iterator[None]:
-    """One random stream from all the seeds, torch's global one restored afterwards; untouched when a seed is
-    missing.
-    """
+    """One random stream from all the seeds, torch's global one restored afterwards; untouched when a seed is missing."""
     if any(seed is None for seed in seeds):
         yield
         return

@@ -1,14 +1,12 @@
 """An ablation, a search and a comparison on seeded random models, through their commands."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import run_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,15 +29,7 @@ candidates:
 
 
 def run(module: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        text=True,
-        capture_output=True,
-        timeout=800,
-        check=False,
-    )
+    return run_module(module, *words, folder=folder, timeout_s=800)
 
 
 @pytest.fixture(scope="module")

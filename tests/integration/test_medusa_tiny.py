@@ -1,29 +1,19 @@
 """Medusa heads on a seeded random model through the entry point: corpus, heads, acceptance by head, benchmark."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from specdec_runtime import load_medusa_heads
-from tests.conftest import ROOT
+from tests.conftest import run_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(folder: Path, *words: str, experiment: str = "tiny_medusa") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", f"+experiment={experiment}", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        text=True,
-        capture_output=True,
-        timeout=500,
-        check=False,
-    )
+    return run_module("pipeline", f"+experiment={experiment}", *words, folder=folder, timeout_s=500)
 
 
 @pytest.fixture(scope="module")

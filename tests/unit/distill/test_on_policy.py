@@ -121,7 +121,7 @@ def test_every_completion_token_is_supervised_and_nothing_else(llama: MakeModel)
         "completion_ids": torch.tensor([[11, 12, 2], [13, 2, 2]]),
         "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
     }
-    batch = pack_completions(inputs, remap_table(range(VOCAB), VOCAB))
+    batch = pack_completions(inputs, remap_table(None, VOCAB))
     assert batch["input_ids"].tolist() == [[5, 2, 11, 12, 7, 8, 9, 10, 13]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert batch["supervised_S"].tolist() == [1, 2, 3, 7, 8]

@@ -57,7 +57,7 @@ def test_summed_loss_is_the_weighted_sum_of_the_selected(
     losses = reference_losses(reference, corpus, loss=loss, train=settings, target=target, vocab_ids=vocab_ids)
     assert [len(values) for values in losses] == [len(row["response_token_ids"]) for row in corpus]
     live = target if teacher == "online" else None
-    table = remap_table(range(VOCAB) if vocab_ids is None else vocab_ids, VOCAB)
+    table = remap_table(vocab_ids, VOCAB)
     dataset = PackedDataset(corpus, settings, table, with_topk=teacher == "cached")
     dataset.reference_losses = losses
     batch = dataset.pack([4, 0, 7])
@@ -81,7 +81,7 @@ def test_keeping_every_position_changes_nothing(llama: MakeModel, rows: MakeRows
     plain = draft_from_layers(llama(), [0, 3])
     train(plain, corpus, tmp_path / "plain", max_steps=3)
     draft, settings = draft_from_layers(llama(), [0, 3]), settings_for(1.0)
-    table = remap_table(range(VOCAB), VOCAB)
+    table = remap_table(None, VOCAB)
     dataset = PackedDataset(corpus, settings, table, with_topk=True)
     batch = dataset.pack([0, 1])
     forward = LossForward(draft, None, Objective(LossConfig()), None, torch.float32, 7, train_head=False, is_trimmed=False)

@@ -247,7 +247,7 @@ def test_rows_past_a_models_context_are_left_out_and_counted(
     assert table.num_skipped_rows == 1
 
 
-def test_tables_group_by_source_and_position(
+def test_tables_group_by_domain_and_position(
     make_model: Callable[..., PreTrainedModel], make_rows: Callable[..., Rows]
 ) -> None:
     table = teacher_forced_acceptance(
@@ -257,14 +257,14 @@ def test_tables_group_by_source_and_position(
         temperatures=[0.5],
         samplers=["probabilistic"],
     )[0]
-    by_source = table.by_source()
+    by_domain = table.by_domain()
     sums = {
         s: [v.sum() for v, src in zip(table.values, table.sources, strict=True) if src == s] for s in "ab"
     }
     counts = {
         s: [len(v) for v, src in zip(table.values, table.sources, strict=True) if src == s] for s in "ab"
     }
-    assert {s: i.value for s, i in by_source.items()} == pytest.approx(
+    assert {s: i.value for s, i in by_domain.items()} == pytest.approx(
         {s: sum(sums[s]) / sum(counts[s]) for s in "ab"}
     )
     first, *rest = table.by_position((0, 1, 4))

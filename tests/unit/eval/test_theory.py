@@ -6,9 +6,7 @@ import pytest
 from eval.theory import (
     StepTimes,
     best_gamma,
-    best_gamma_from_positions,
     break_even_acceptance,
-    cumulative_from_conditional,
     expected_tokens_from_positions,
     expected_tokens_iid,
     max_paying_draft_ms,
@@ -47,7 +45,7 @@ def test_certain_acceptance_commits_gamma_plus_one() -> None:
 def test_measured_positions_match_a_simulation() -> None:
     conditional = np.array([0.6, 0.75, 0.8, 0.5])
     tokens = simulate_rounds(conditional, 200_000, seed=1)
-    cumulative = cumulative_from_conditional(conditional.tolist())
+    cumulative = np.cumprod(conditional).tolist()
     assert expected_tokens_from_positions(cumulative) == pytest.approx(tokens.mean(), abs=0.015)
     assert expected_tokens_from_positions(cumulative, gamma=2) == pytest.approx(1 + 0.6 + 0.6 * 0.75)
 
@@ -117,12 +115,6 @@ def test_break_even_is_zero_where_the_wide_pass_is_not_dearer() -> None:
 def test_best_gamma_is_the_brute_force_maximum(alpha: float) -> None:
     speedups = [speedup_iid(alpha, gamma, TIMES) for gamma in range(9)]
     assert best_gamma(alpha, TIMES) == (int(np.argmax(speedups)), pytest.approx(max(speedups)))
-
-
-def test_best_gamma_from_positions_stops_where_acceptance_ends() -> None:
-    gamma, speedup = best_gamma_from_positions([0.8, 0.7, 0.05, 0.0], TIMES)
-    assert gamma == 2
-    assert speedup == pytest.approx(2.5 * 10 / (2 * 2 + 11 + 0.5))
 
 
 def test_slowest_paying_draft_breaks_even_exactly() -> None:

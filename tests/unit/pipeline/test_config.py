@@ -1,6 +1,8 @@
 """Every configuration composes, says what it is in comments, and refuses what it does not know."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from distill.config import LOSS_NAMES
 from pipeline.config import conf_dir, to_config
 from pipeline.schema import Config
-from tests.conftest import Composer
+from tests.conftest import ROOT, Composer
 
 GROUPS = ("target", "draft", "corpus", "loss", "train", "eval", "bench", "runtime", "tracking")
 #: What has to be said beside an option that needs a place.
@@ -33,6 +35,18 @@ def test_every_experiment_composes(make_config: Composer, experiment: str) -> No
     config = make_config(f"+experiment={experiment}")
     assert isinstance(config, Config)
     assert max(config.bench.gammas) <= config.preflight.max_gamma
+
+
+def test_settings_are_read_without_the_libraries_of_models() -> None:
+    """`--help` and a mistyped setting are answered at once, not after torch and Transformers are loaded."""
+    code = (
+        "import sys, pipeline.__main__\n"
+        "from pipeline.commands import compose_config\n"
+        "compose_config(['+experiment=smollm2_cpu'])\n"
+        "print({'torch', 'transformers', 'datasets', 'mlflow', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group in GROUPS for option in options(group)])

@@ -14,6 +14,8 @@ from pipeline.corpus.report_counts import Shares, collect_statistics
 from pipeline.corpus.report_figures import corpus_figures
 from pipeline.corpus.shards import ANSWER_SCHEMA, write_table
 from pipeline.corpus.stage import run_corpus
+from pipeline.models import resolve_target
+from pipeline.stages import input_revisions, stage_fingerprints
 from pipeline.store import Store, fingerprint_of
 from pipeline.tracker import Tracker
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config, tiny_tokenizer
@@ -141,7 +143,7 @@ def test_command_finds_the_corpus_of_its_words(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(ValueError, match="no corpus of this configuration yet"):
         corpus_report.main(words)
     config = corpus_report.compose_config(words)
-    fingerprint = corpus_report.stage_fingerprints(config, corpus_report.resolve_target(config))["corpus"]
+    fingerprint = stage_fingerprints(config, input_revisions(config, resolve_target(config)))["corpus"]
     assert fingerprint != fingerprint_of({})
     folder = write_corpus(Store(tmp_path).work_dir("corpus", fingerprint), [corpus_row(i) for i in range(3)])
     corpus_report.main(words)

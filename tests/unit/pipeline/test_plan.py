@@ -1,9 +1,6 @@
 """`python -m pipeline.plan`: its words, what it decides, what it prints and refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from pipeline.plan.shapes import draft_shape, target_shape
 from pipeline.plan.stages import Plan
 from pipeline.plan.table import COLUMNS, commands, memory_table
 from pipeline.plan.training import CACHED, DDP, DEEPSPEED, FSDP, ONE_PROCESS, ONLINE
-from tests.conftest import ROOT
+from tests.conftest import run_module
 
 
 def plan(*words: str) -> Plan:
@@ -198,10 +195,7 @@ def test_one_process_needs_no_launch() -> None:
     assert "LAUNCH" not in " ".join(commands(plan()))
 
 
-def test_a_mistake_is_exit_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.plan", "tokens=many"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+def test_a_mistake_is_exit_code_2(tmp_path: Path) -> None:
+    done = run_module("pipeline.plan", "tokens=many", folder=tmp_path, timeout_s=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: tokens='many': write a number such as" in done.stderr

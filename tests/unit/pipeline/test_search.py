@@ -12,7 +12,7 @@ from pipeline.commands import compose_config, read_plan
 from pipeline.config import conf_dir
 from pipeline.halving import Rung, successive_halving
 from pipeline.search import Search, SearchPlan
-from pipeline.search_score import Score, pareto_front, read_step_times, with_common_target
+from pipeline.search_score import Score, pareto_front, with_common_target
 from pipeline.search_table import markdown_table, pareto_figure
 from pipeline.trials import Trial, TrialFailed
 from tests.unit.pipeline.report_samples import acceptance_row
@@ -190,11 +190,6 @@ def test_a_candidate_that_cannot_work_is_found_first(words: list[str]) -> None:
     with pytest.raises(ValueError, match="first_minutes"):
         plan_of(first_minutes=0)
     assert runs.calls == []
-
-
-def test_step_times_are_read_as_the_preflight_writes_them(tmp_path: Path) -> None:
-    (tmp_path / "verdict.json").write_text(json.dumps(FakeRuns().verdict(2)))
-    assert read_step_times(tmp_path) == StepTimes(5.0, TARGET_MS, 1.0, 6.0)
 
 
 def test_table_and_plot_show_every_round() -> None:

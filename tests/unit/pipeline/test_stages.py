@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.models import ModelRef
 from pipeline.schema import Config
-from pipeline.stages import STAGES, config_subtree, input_revisions, load_function, stage_fingerprint
+from pipeline.stages import STAGES, config_subtree, input_revisions, load_function, stage_fingerprints
 from pipeline.store import file_revision, fingerprint_of
 from tests.conftest import Composer
 
@@ -15,10 +15,7 @@ TARGET = ModelRef(path="somewhere", name="target", revision="abc")
 
 
 def fingerprints(config: Config, target: ModelRef = TARGET) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for stage in STAGES:
-        found[stage.name] = stage_fingerprint(stage, asdict(config), input_revisions(config, target), found)
-    return found
+    return stage_fingerprints(config, input_revisions(config, target))
 
 
 def changed(first: dict[str, str], second: dict[str, str]) -> set[str]:

@@ -161,7 +161,7 @@ def test_a_server_that_takes_the_connection_and_never_answers_costs_its_timeout_
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        caplog.at_level(logging.WARNING, "pipeline.tracking"),
+        caplog.at_level(logging.WARNING, "pipeline.tracking_guard"),
     ):
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
@@ -171,7 +171,7 @@ def test_a_server_that_takes_the_connection_and_never_answers_costs_its_timeout_
             for step in range(50):
                 tracker.log_metrics({"a": 1.0}, step)
     assert time.monotonic() - started < 20
-    assert len([record for record in caplog.records if record.name == "pipeline.tracking"]) == 1
+    assert len([record for record in caplog.records if record.name == "pipeline.tracking_guard"]) == 1
 
 
 def test_tracking_can_die_halfway(

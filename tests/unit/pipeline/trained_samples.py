@@ -6,9 +6,9 @@ from pathlib import Path
 from distill.draft_init import draft_from_layers
 from pipeline.context import StageContext
 from pipeline.corpus.stage import run_corpus
-from pipeline.finished import stage_fingerprints
 from pipeline.models import load_causal_lm, resolve_target
 from pipeline.schema import Config
+from pipeline.stages import input_revisions, stage_fingerprints
 from pipeline.store import StageRecord, Store
 from pipeline.tracker import Tracker
 
@@ -16,7 +16,8 @@ from pipeline.tracker import Tracker
 def finish_stages(config: Config) -> dict[str, Path]:
     """Run the corpus stage, put two drafts of the target's layers where distill would, and mark both as finished."""
     target = resolve_target(config)
-    store, fingerprints, folders = Store(Path(config.artifacts_dir)), stage_fingerprints(config, target), {}
+    store, folders = Store(Path(config.artifacts_dir)), {}
+    fingerprints = stage_fingerprints(config, input_revisions(config, target))
     for name in ("corpus", "distill"):
         work_dir = store.work_dir(name, fingerprints[name])
         work_dir.mkdir(parents=True, exist_ok=True)

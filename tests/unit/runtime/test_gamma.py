@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec_runtime import DecoderConfig
-from specdec_runtime.gamma import AutoGamma, Choice, FixedGamma, ProposalModel, RoundReport, make_gamma_policy
+from specdec_runtime.gamma import AutoGamma, Choice, FixedGamma, RoundReport, make_gamma_policy
+from specdec_runtime.gamma_models import ProposalModel
 
 T_DRAFT, T_TARGET, T_PER_TOKEN, OVERHEAD = 6.0, 37.0, 1.0, 1.0
 
