@@ -137,14 +137,14 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def distilled_speedups(report: Report, *, temperature: float | None = None) -> list[BenchRow]:
-    """The distilled draft's rows at one temperature (the lowest measured by default) and the smallest batch, best first.
+def distilled_speedups(
+    report: Report, *, temperature: float | None = None, draft: str = "distilled"
+) -> list[BenchRow]:
+    """The distilled draft's rows (or another's) at one temperature (the lowest measured by default) and the smallest batch, best first.
 
     Rows of gamma=auto and of trees are left out: a server is told one gamma.
     """
-    rows = [
-        row for row in report["bench"] if row["draft"] == "distilled" and not is_auto(row) and not row.get("tree")
-    ]
+    rows = [row for row in report["bench"] if row["draft"] == draft and not is_auto(row) and not row.get("tree")]
     if not rows:
         return []
     temperature = min(row["temperature"] for row in rows) if temperature is None else temperature

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from distill.config import AUTO
+from pipeline.drafts import MEDUSA
 from pipeline.report import AcceptanceRow, BenchRow, Report, distilled_speedups, read_result, stage_minutes
 from pipeline.schema import Config
 from pipeline.tracker import Tracker
+from specdec_runtime.medusa_heads import CONFIG_FILE as HEADS_CONFIG_FILE
 
 
 def record_summary(tracker: Tracker, config: Config, folders: Mapping[str, Path]) -> None:
@@ -21,8 +23,8 @@ def summary_metrics(folders: Mapping[str, Path]) -> dict[str, float]:
     """Figures of the stages in `folders`, by name.
 
     `acceptance_rate_t0`, `_t1`: of the distilled draft with the first of `eval.samplers`; other samplers' have their name
-    behind. `walltime_speedup_t0`, `block_efficiency_t0`, `best_gamma_t0`: of the best gamma. `num_corpus_tokens`,
-    `minutes` of all these stages, `train_minutes`.
+    behind. `walltime_speedup_t0`, `block_efficiency_t0`, `best_gamma_t0`: of its best gamma, or of Medusa heads' best
+    chain. `num_corpus_tokens`, `minutes` of all these stages, `train_minutes`.
     """
     corpus, train, acceptance, bench = (
         _result(folders.get(stage), name)
@@ -58,7 +60,11 @@ def _acceptance(rows: Iterable[AcceptanceRow]) -> dict[str, float]:
 def _speed(rows: list[BenchRow]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for temperature in sorted({row["temperature"] for row in rows}):
-        if best := distilled_speedups(cast(Report, {"bench": rows}), temperature=temperature):
+        report = cast(Report, {"bench": rows})
+        best = distilled_speedups(report, temperature=temperature) or distilled_speedups(
+            report, temperature=temperature, draft=MEDUSA
+        )
+        if best:
             metrics[f"walltime_speedup_t{temperature:g}"] = best[0]["walltime_speedup"]
             metrics[f"block_efficiency_t{temperature:g}"] = best[0]["block_efficiency"]
             metrics[f"best_gamma_t{temperature:g}"] = float(best[0]["gamma"])
@@ -66,16 +72,28 @@ def _speed(rows: list[BenchRow]) -> dict[str, float]:
 
 
 def summary_tags(config: Config, folders: Mapping[str, Path]) -> dict[str, str]:
-    """`draft`, as in "2 layers x 576, 8192 ids", and `loss`, as in "forward_kl, cached"."""
+    """`draft`, as in "2 layers x 576, 8192 ids" or "3 Medusa heads, 8192 ids", and `loss`, as in "forward_kl, cached"."""
     tags = {"loss": f"{_weighted(config.loss.weights)}, {config.loss.teacher}"}
-    shape_file = folders["distill"] / "draft" / "config.json" if "distill" in folders else None
-    if shape_file is not None and shape_file.is_file():
-        shape = json.loads(shape_file.read_text(encoding="utf-8"))
-        shape = shape.get("text_config", shape)
-        ids = _shortlist_size(config, folders["distill"])
-        head = "whole vocabulary" if ids is None else f"{ids} ids"
-        tags["draft"] = f"{shape.get('num_hidden_layers', '?')} layers x {shape.get('hidden_size', '?')}, {head}"
+    if "distill" in folders and (what := _trained(config, folders["distill"])):
+        tags["draft"] = what
     return tags
+
+
+def _trained(config: Config, distill_folder: Path) -> str | None:
+    """What the distill stage made, in a few words; None where it is not there."""
+    draft, heads = (distill_folder / "draft" / name for name in ("config.json", HEADS_CONFIG_FILE))
+    if heads.is_file():
+        shape = json.loads(heads.read_text(encoding="utf-8"))
+        ids = None if shape["num_ids"] == shape["vocab_size"] else shape["num_ids"]
+        body = f"{shape['num_heads']} Medusa heads"
+    elif draft.is_file():
+        shape = json.loads(draft.read_text(encoding="utf-8"))
+        shape = shape.get("text_config", shape)
+        ids = _shortlist_size(config, distill_folder)
+        body = f"{shape.get('num_hidden_layers', '?')} layers x {shape.get('hidden_size', '?')}"
+    else:
+        return None
+    return f"{body}, {'whole vocabulary' if ids is None else f'{ids} ids'}"
 
 
 def _shortlist_size(config: Config, distill_folder: Path) -> int | None:

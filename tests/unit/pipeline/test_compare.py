@@ -107,6 +107,8 @@ def test_a_draft_and_a_loss_are_described_in_a_word(make_config: Composer, tmp_p
         "loss": "tv, cached",
     }
     mixed = make_config("loss=mix", "loss.weights={tv: 0.9, cross_entropy: 0.1}")
+    (tmp_path / "draft" / "medusa_config.json").write_text('{"num_heads": 3, "num_ids": 64, "vocab_size": 64}')
+    assert summary_tags(config, {"distill": tmp_path})["draft"] == "3 Medusa heads, whole vocabulary"
     assert summary_tags(mixed, {})["loss"] == "0.9 tv + 0.1 cross_entropy, cached"
 
 
