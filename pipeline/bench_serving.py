@@ -72,8 +72,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All load points of both servers; rows as in `row_of`. Writes them and the servers' logs into `folder`."""
-    pair = read_pair(arguments.artifacts, target=arguments.target)
-    pair = pair.with_settings(gamma=arguments.gamma, sampler=arguments.sampler)
+    pair = read_pair(arguments.artifacts, target=arguments.target).with_settings(
+        gamma=arguments.gamma, sampler=arguments.sampler, dtype=arguments.dtype
+    )
     max_tokens = arguments.max_length - arguments.max_new_tokens
     prompts = held_out_prompts(arguments.artifacts, arguments.num_prompts, max_tokens=max_tokens)
     tokenizer = load_tokenizer(pair.target) if Path(pair.target).is_dir() else load_tokenizer(str(pair.draft))

@@ -35,7 +35,9 @@ def test_chat_with_a_draft_is_plain_chat(tmp_path: Path) -> None:
     with VLLMServer(target, log=tmp_path / "plain.log", arguments=words) as server:
         plain = chat_texts(server, QUESTIONS, max_tokens=40)
         assert server.speculation().num_rounds == 0
-    pair = ServedPair(str(target), draft, num_speculative_tokens=3, sampler="greedy", report={})
+    pair = ServedPair(
+        str(target), draft, num_speculative_tokens=3, sampler="greedy", dtype="float32", report={}
+    )
     config = pair.speculative_config()
     with VLLMServer(target, log=tmp_path / "draft.log", arguments=words, speculative_config=config) as server:
         before = server.speculation()
