@@ -17,9 +17,9 @@ for version in $versions; do
     "$python" -m pip install -q --disable-pip-version-check -c "$folder.constraints" --target "$folder" "transformers==$version.*"
     touch "$folder/.complete"
   fi
-  PYTHONPATH=$folder "$python" -c 'import transformers; print("transformers", transformers.__version__)'
+  PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} "$python" -c 'import transformers; print("transformers", transformers.__version__)'
   # shellcheck disable=SC2086
-  PYTHONPATH=$folder "$python" -m pytest -q -m "not gpu and not vllm and not slow" $tests "$@" || failed+=("$version")
+  PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -m "not gpu and not vllm and not slow" $tests "$@" || failed+=("$version")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed with transformers ${failed[*]}" >&2

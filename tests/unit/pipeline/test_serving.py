@@ -1,6 +1,8 @@
 """The serving measurements' own parts, without vLLM: what they start from, what they read, what they report."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,32 @@ def test_loads_as_words_of_vllm_bench() -> None:
     assert Load(concurrency=8).words() == ["--request-rate", "inf", "--max-concurrency", "8"]
     with pytest.raises(SystemExit):
         bench_serving.parse_arguments(["--rates", "--concurrency"])
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_servers_run_alone_or_take_turns(monkeypatch: pytest.MonkeyPatch, side_by_side: bool) -> None:
+    """Alone, one is gone before the next comes; side by side, each load is asked of both before the next load."""
+    running: list[str] = []
+    most = 0
+
+    @contextmanager
+    def server(name: str) -> Iterator[str]:
+        running.append(name)
+        yield name
+        running.remove(name)
+
+    names = ("none", "distilled")
+    monkeypatch.setattr(bench_serving, "servers", lambda *_: ((name, server(name)) for name in names))
+    words = ["--rates", "--concurrency", "1", "8", "--temperatures", "0", *["--side-by-side"] * side_by_side]
+    arguments = bench_serving.parse_arguments(words)
+    loads = [Load(concurrency=1), Load(concurrency=8)]
+    asked = []
+    for draft, served, _, load in bench_serving.points(read_like(gamma=1), arguments, Path(), loads):
+        assert served == draft and draft in running
+        most = max(most, len(running))
+        asked.append((draft, load.concurrency))
+    order = [(name, n) for n in (1, 8) for name in names] if side_by_side else [(name, n) for name in names for n in (1, 8)]  # fmt: skip
+    assert (asked, most, running) == (order, 2 if side_by_side else 1, [])
 
 
 def test_the_summary_names_every_difference() -> None:
