@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 versions=${VERSIONS:-5.16 5.19}
-tests=${TESTS:-tests/unit/pipeline/test_export.py tests/unit/pipeline/test_compat.py tests/unit/pipeline/test_gguf_export.py tests/unit/pipeline/test_head_rows.py tests/unit/pipeline/test_run_export.py tests/integration/test_doctor.py tests/unit/pipeline/test_models.py tests/unit/runtime/test_losslessness_greedy.py tests/unit/runtime/test_hf_backends.py tests/unit/runtime/test_steps.py}
+tests=${TESTS:-tests/unit/pipeline/test_export.py tests/unit/pipeline/test_compat.py tests/unit/pipeline/test_gguf_export.py tests/unit/pipeline/test_head_rows.py tests/unit/pipeline/test_run_export.py tests/integration/test_doctor.py tests/unit/pipeline/test_models.py tests/unit/pipeline/test_embedded_target.py tests/unit/runtime/test_losslessness_greedy.py tests/unit/runtime/test_hf_backends.py tests/unit/runtime/test_steps.py}
 python=$PWD/.venv/bin/python
 failed=()
 for version in $versions; do
