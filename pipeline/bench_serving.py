@@ -2,15 +2,17 @@
 
     python -m pipeline.bench_serving [--artifacts FOLDER] [--rates 0.5 1 2] [--concurrency 1 8] ...
 
-One server at a time. Every load point asks the same held-out prompts and is preceded by a warm-up. What is measured is
-written to `<artifacts>/serving/bench_serving.json` as soon as it is there.
+One server at a time, or both with --side-by-side, each load first without the draft and then with it: where two fit into
+memory, a machine that is slower for a while then slows both. Every load point asks the same held-out prompts and is preceded
+by a warm-up. What is measured is written to `<artifacts>/serving/bench_serving.json` as soon as it is there.
 """
 
 import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-length", type=int, default=1024, help="prompt and answer together, in tokens")
     parser.add_argument(
+        "--side-by-side", action="store_true", help="run both servers at once and take turns at each load"
+    )
+    parser.add_argument(
         "--serve", nargs=argparse.REMAINDER, default=[], help="further words for `vllm serve`, last"
     )
     arguments = parser.parse_args(words)
@@ -72,8 +77,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All load points of both servers; rows as in `row_of`. Writes them and the servers' logs into `folder`."""
-    pair = read_pair(arguments.artifacts, target=arguments.target)
-    pair = pair.with_settings(gamma=arguments.gamma, sampler=arguments.sampler)
+    pair = read_pair(arguments.artifacts, target=arguments.target).with_settings(
+        gamma=arguments.gamma, sampler=arguments.sampler, dtype=arguments.dtype
+    )
     max_tokens = arguments.max_length - arguments.max_new_tokens
     prompts = held_out_prompts(arguments.artifacts, arguments.num_prompts, max_tokens=max_tokens)
     tokenizer = load_tokenizer(pair.target) if Path(pair.target).is_dir() else load_tokenizer(str(pair.draft))
@@ -85,27 +91,44 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "num_prompts": arguments.num_prompts,
         "num_distinct_prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,
+        "side_by_side": arguments.side_by_side,
         "serve": arguments.serve,
     }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    measured = points(pair, arguments, folder, loads)
+    with tempfile.TemporaryDirectory() as scratch, closing(measured):  # an error here ends the servers, too
         texts = Path(scratch) / "prompts.jsonl"
         texts.write_text("".join(json.dumps({"prompt": tokenizer.decode(ids)}) + "\n" for ids in prompts))
-        for draft, server in servers(pair, arguments, folder):
-            with server:
-                for temperature in arguments.temperatures:
-                    for load in loads:
-                        result = bench(
-                            server, pair.target, load, temperature, arguments, texts, Path(scratch)
-                        )
-                        rows.append(row_of(result, draft=draft, load=load, temperature=temperature))
-                        write_json(folder / "bench_serving.json", {"settings": settings, "rows": rows})
-                        print(
-                            f"{draft}, temperature {temperature:g}, {load.name}: "
-                            f"{rows[-1]['output_tokens_per_second']:.1f} tokens/s",
-                            flush=True,
-                        )
+        for draft, server, temperature, load in measured:
+            result = bench(server, pair.target, load, temperature, arguments, texts, Path(scratch))
+            rows.append(row_of(result, draft=draft, load=load, temperature=temperature))
+            write_json(folder / "bench_serving.json", {"settings": settings, "rows": rows})
+            print(
+                f"{draft}, temperature {temperature:g}, {load.name}: "
+                f"{rows[-1]['output_tokens_per_second']:.1f} tokens/s",
+                flush=True,
+            )
     return rows
+
+
+def points(
+    pair: ServedPair, arguments: argparse.Namespace, folder: Path, loads: Sequence[Load]
+) -> Generator[tuple[str, VLLMServer, float, Load], None, None]:
+    """Which draft, on which running server, at which temperature and load: what is to be measured, in order."""
+    grid = [(temperature, load) for temperature in arguments.temperatures for load in loads]
+    if arguments.side_by_side:
+        with ExitStack() as stack:
+            running = [
+                (draft, stack.enter_context(server)) for draft, server in servers(pair, arguments, folder)
+            ]
+            for temperature, load in grid:
+                for draft, server in running:
+                    yield draft, server, temperature, load
+        return
+    for draft, server in servers(pair, arguments, folder):
+        with server:
+            for temperature, load in grid:
+                yield draft, server, temperature, load
 
 
 def servers(

@@ -3,9 +3,10 @@
     python -m pipeline.check_serving [--artifacts FOLDER] [--num-prompts 50] ...
 
 On held-out prompts: the greedy text with the draft against the greedy text without it, first differences listed with the
-gap between the two best logits there; and the engine's own acceptance at each temperature against the one that
-teacher forcing predicts for the text it wrote. Written to `<artifacts>/serving/check_serving.json`. Exit code 3: a difference
-that is no near tie, or an acceptance that is off by more than --max-difference.
+gap between the two best logits there, beside how far that gap moves in plain vLLM when only the batch is larger
+(`serving_ties`); and the engine's own acceptance at each temperature against the one that teacher forcing predicts for the
+text it wrote. Written to `<artifacts>/serving/check_serving.json`. Exit code 3: a difference that is no near tie, or an
+acceptance that is off by more than --max-difference.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from eval.bootstrap import bootstrap_difference
-from eval.lossless import find_mismatches
 from eval.rounds import rounds_of
 from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
@@ -27,6 +27,7 @@ from pipeline.errors import EXIT_GATE
 from pipeline.models import load_causal_lm
 from pipeline.report import describe_machine
 from pipeline.serving_inputs import ServedPair, add_pair_arguments, held_out_prompts, read_pair
+from pipeline.serving_ties import NUM_TOP, find_differences, gap_noise
 from pipeline.store import write_json
 from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.request import Output, Request
@@ -53,17 +54,24 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole check; what it found, as in the JSON file."""
-    pair = read_pair(arguments.artifacts, target=arguments.target)
-    pair = pair.with_settings(gamma=arguments.gamma, sampler=arguments.sampler)
+    pair = read_pair(arguments.artifacts, target=arguments.target).with_settings(
+        gamma=arguments.gamma, sampler=arguments.sampler, dtype=arguments.dtype
+    )
     max_tokens = arguments.max_length - arguments.max_new_tokens
     prompts = held_out_prompts(arguments.artifacts, arguments.num_prompts, max_tokens=max_tokens)
-    [plain] = decode(pair, prompts, [0.0], arguments, has_draft=False)
-    drafted = decode(pair, prompts, [0.0, 1.0], arguments, has_draft=True)
+    num_wide = arguments.batch * (pair.num_speculative_tokens + 1)
+    with engine_of(pair, arguments, has_draft=False, batch=arguments.batch) as engine:
+        plain = decode(engine, prompts, arguments)
+        scored = decode(engine, prompts, arguments, logprobs=NUM_TOP)  # apart: it takes time
+    with engine_of(pair, arguments, has_draft=False, batch=num_wide) as engine:
+        wide = decode(engine, prompts, arguments, logprobs=NUM_TOP)
+    with engine_of(pair, arguments, has_draft=True, batch=arguments.batch) as engine:
+        drafted = [decode(engine, prompts, arguments, temperature=temperature) for temperature in (0.0, 1.0)]
+    noise = gap_noise(scored["outputs"], wide["outputs"], rows=(arguments.batch, num_wide))
+    greedy = [output.token_ids for output in drafted[0]["outputs"]]
+    differences = find_differences(scored["outputs"], greedy, max_gap=noise.largest)
     target = load_causal_lm(pair.target, pair.dtype)
     draft = load_causal_lm(str(pair.draft), pair.dtype, field="draft")
-    mismatches = find_mismatches(
-        target, prompts, token_ids(plain["outputs"]), token_ids(drafted[0]["outputs"])
-    )
     comparisons = [
         compare_acceptance(target, draft, pair, prompts, run["outputs"], temperature=run["temperature"])
         for run in drafted
@@ -73,56 +81,61 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "target": pair.target,
         "speculative_config": pair.speculative_config(),
         "num_prompts": len(prompts),
-        "num_identical": len(prompts) - len(mismatches),
-        "mismatches": [mismatch.as_dict() for mismatch in mismatches],
+        "num_identical": len(prompts) - len(differences),
+        "mismatches": [difference.as_dict() for difference in differences],
+        "plain_against_itself": noise.as_dict(),
         "acceptance": comparisons,
         "tokens_per_second": {
             "plain": plain["tokens_per_second"],
             "draft": drafted[0]["tokens_per_second"],
             "batch": arguments.batch,
         },
-        "is_text_kept": all(mismatch.is_near_tie for mismatch in mismatches),
+        "is_text_kept": all(difference.is_near_tie for difference in differences),
         "is_acceptance_as_predicted": all(
             abs(comparison["difference"]) <= arguments.max_difference for comparison in comparisons
         ),
     }
 
 
-def decode(
-    pair: ServedPair,
-    prompts: Prompts,
-    temperatures: Sequence[float],
-    arguments: argparse.Namespace,
-    *,
-    has_draft: bool,
-) -> list[dict[str, Any]]:
-    """One engine's outputs at each temperature, all prompts in one call."""
-    engine = VLLMBackend(
+def engine_of(pair: ServedPair, arguments: argparse.Namespace, *, has_draft: bool, batch: int) -> VLLMBackend:
+    """vLLM on the pair or on its target alone, at most `batch` requests at once."""
+    return VLLMBackend(
         pair.target,
         pair.draft if has_draft else None,
         num_speculative_tokens=pair.num_speculative_tokens,
         sampler=pair.sampler,
         dtype=pair.dtype,
         max_length=arguments.max_length,
-        max_batch_size=arguments.batch,
+        max_batch_size=batch,
         enforce_eager=arguments.eager,
     )
-    results = []
-    with engine:
-        engine.generate([Request(list(prompts[0]), max_new_tokens=8)])  # the first call chooses kernels
-        for temperature in temperatures:
-            requests = [
-                Request(
-                    list(prompt), max_new_tokens=arguments.max_new_tokens, temperature=temperature, seed=index
-                )
-                for index, prompt in enumerate(prompts)
-            ]
-            start = time.perf_counter()
-            outputs = engine.generate(requests)
-            num_tokens = sum(len(output.token_ids) for output in outputs)
-            speed = num_tokens / (time.perf_counter() - start)
-            results.append({"temperature": temperature, "outputs": outputs, "tokens_per_second": speed})
-    return results
+
+
+def decode(
+    engine: VLLMBackend,
+    prompts: Prompts,
+    arguments: argparse.Namespace,
+    *,
+    temperature: float = 0.0,
+    logprobs: int | None = None,
+) -> dict[str, Any]:
+    """Outputs and speed, all prompts in one call."""
+    engine.generate([Request(list(prompts[0]), max_new_tokens=8)])  # an engine's first call chooses kernels
+    requests = [
+        Request(
+            list(prompt),
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=temperature,
+            seed=index,
+            logprobs=logprobs,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    start = time.perf_counter()
+    outputs = engine.generate(requests)
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    speed = num_tokens / (time.perf_counter() - start)
+    return {"temperature": temperature, "outputs": outputs, "tokens_per_second": speed}
 
 
 def compare_acceptance(
@@ -175,14 +188,9 @@ def compare_acceptance(
     }
 
 
-def token_ids(outputs: Sequence[Output]) -> list[list[int]]:
-    """Of each output."""
-    return [output.token_ids for output in outputs]
-
-
 def summary(found: dict[str, Any]) -> str:
     """A few lines for people."""
-    speed = found["tokens_per_second"]
+    speed, noise = found["tokens_per_second"], found["plain_against_itself"]
     lines = [
         f"greedy text: {found['num_identical']} of {found['num_prompts']} outputs are those of plain vLLM",
         *(
@@ -190,6 +198,9 @@ def summary(found: dict[str, Any]) -> str:
             f" ({'near tie' if m['is_near_tie'] else 'NOT a near tie'})"
             for m in found["mismatches"]
         ),
+        f"plain vLLM against itself, {noise['rows'][0]} and {noise['rows'][1]} rows per step: {noise['num_identical']} of "
+        f"{noise['num_prompts']} texts are the same; it turned gaps up to {noise['largest_turned_gap']:.3f}, and the gap moved by "
+        f"up to {noise['largest']:.3f} (median {noise['median']:.3f}, 99% {noise['p99']:.3f}), which bounds a near tie",
         *(
             f"acceptance at temperature {a['temperature']:g} ({a['sampler']}, gamma {a['gamma']}): engine {a['engine']:.3f}, "
             f"predicted {a['predicted']:.3f}, difference {a['difference']:+.3f} [{a['low']:+.3f}, {a['high']:+.3f}]"

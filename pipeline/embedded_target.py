@@ -24,7 +24,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 logger = logging.getLogger(__name__)
@@ -144,6 +146,7 @@ def convert_gguf(gguf: Path, folder: Path) -> dict[str, Any]:
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = source.config.max_position_embeddings
+    _set_special_tokens(tokenizer, source.config)
     # A GGUF-loaded model refuses save_pretrained, so its weights move into a model of a config that knows no GGUF.
     fields = {
         key: value
@@ -161,6 +164,14 @@ def convert_gguf(gguf: Path, folder: Path) -> dict[str, Any]:
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return _compare(source, folder, tokenizer.encode("The quick brown fox asks: what is 2 + 2? Ünïcode too."))
+
+
+def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """By the file's own ids: Transformers 5.16 reads the token that begins a text as the one that ends it."""
+    for name in ("bos", "eos"):
+        token = tokenizer.convert_ids_to_tokens(getattr(config, f"{name}_token_id"))
+        if token != getattr(tokenizer, f"{name}_token"):
+            setattr(tokenizer, f"{name}_token", token)
 
 
 def _dequantized() -> dict[str, Any]:

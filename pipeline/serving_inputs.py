@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.corpus import read_corpus, split_corpus
+from pipeline.models import DTYPES
 
 
 @dataclass(frozen=True)
 class ServedPair:
     """A target and its exported draft with the settings of `speculative_config.json`, all paths absolute or ids.
 
-    `report`: what `report.json` says about them.
+    `dtype`: the number format to serve them in. `report`: what `report.json` says about them.
     """
 
     target: str
     draft: Path
     num_speculative_tokens: int
     sampler: str
+    dtype: str
     report: dict[str, Any]
 
     def speculative_config(self) -> dict[str, Any]:
@@ -31,15 +33,14 @@ class ServedPair:
             "draft_sample_method": self.sampler,
         }
 
-    @property
-    def dtype(self) -> str:
-        """The number format that the report was measured in."""
-        return str(self.report["machine"]["dtype"])
-
-    def with_settings(self, *, gamma: int | None, sampler: str | None) -> "ServedPair":
-        """Another proposal length or sampler, where one is given."""
+    def with_settings(
+        self, *, gamma: int | None = None, sampler: str | None = None, dtype: str | None = None
+    ) -> "ServedPair":
+        """Another proposal length, sampler or number format, where one is given."""
         gamma = self.num_speculative_tokens if gamma is None else gamma
-        return replace(self, num_speculative_tokens=gamma, sampler=sampler or self.sampler)
+        return replace(
+            self, num_speculative_tokens=gamma, sampler=sampler or self.sampler, dtype=dtype or self.dtype
+        )
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,11 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sampler", choices=["probabilistic", "greedy"], help="instead of the exported setting"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="of both models, instead of the one that the report was measured in",
     )
 
 
@@ -75,6 +81,7 @@ def read_pair(artifacts: Path, *, target: str | None = None) -> ServedPair:
         draft=(folder / config["model"]).resolve(),
         num_speculative_tokens=config["num_speculative_tokens"],
         sampler=config["draft_sample_method"],
+        dtype=str(report["machine"]["dtype"]),
         report=report,
     )
 

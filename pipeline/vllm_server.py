@@ -46,6 +46,8 @@ class VLLMServer:
         log: file for the server's output. speculative_config: for `--speculative-config`, None serves plainly.
         arguments: further words for `vllm serve`. start_timeout_s: loading takes a minute or two on a CPU.
 
+    Attributes `command` and `environment` say how it will be started.
+
     Raises:
         ValueError: no `vllm` program. RuntimeError: the server did not come up; with the end of its log.
     """
@@ -68,13 +70,17 @@ class VLLMServer:
         self.command += ["--served-model-name", self.model_name, *arguments]
         if speculative_config is not None:
             self.command += ["--speculative-config", json.dumps(speculative_config)]
+        self.environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **cpu_settings()}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "VLLMServer":
-        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **cpu_settings()}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         deadline = time.monotonic() + self._start_timeout_s
         try:

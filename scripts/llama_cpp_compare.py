@@ -1,30 +1,22 @@
 """llama.cpp with and without the draft: same greedy text? how much is accepted? how fast? Needs the package xllamacpp only.
 
-    python scripts/llama_cpp_compare.py artifacts/gguf [--type q8_0] [--gamma N] [--num-prompts 6] [--max-tokens 64]
+    python scripts/llama_cpp_compare.py artifacts/gguf [--type q8_0] [--gamma N] [--num-prompts 8] [--max-tokens 64] [--passes 2]
 
 Runs llama.cpp's server code in this process, on the CPU, one request at a time; each prompt is answered plainly and with the
-draft in turn, so that a slow moment of the machine falls on both. Prints one line per prompt and the sums.
+draft in turn, so that a slow moment of the machine falls on both. Whole answers are timed, the prompt included. Prints one
+line per answer and the sums. `engine_compare.py` does the same for Transformers and the native runtime.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import xllamacpp
-
-PROMPTS = (
-    "Why is the sky blue?",
-    "Give me a recipe for tomato soup.",
-    "Explain how a bicycle stays upright.",
-    "Write a short story about a lighthouse keeper.",
-    "What is the difference between a virus and a bacterium?",
-    "How do I politely decline an invitation?",
-    "Name five uses for an empty jar.",
-    "What causes the seasons?",
-)
+from chat_prompts import PROMPTS
 
 
 def start_server(folder: Path, file_type: str, *, gamma: int, num_threads: int) -> Any:
@@ -63,31 +55,35 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--type", default="q8_0")
     parser.add_argument("--gamma", type=int, help="default: that of the export (pair.json)")
-    parser.add_argument("--num-prompts", type=int, default=6)
+    parser.add_argument("--num-prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--passes", type=int, default=2, help="over all prompts")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     gamma = options.gamma or json.loads((options.folder / "pair.json").read_text())["num_speculative_tokens"]
     plain = start_server(options.folder, options.type, gamma=0, num_threads=options.threads)
     drafted = start_server(options.folder, options.type, gamma=gamma, num_threads=options.threads)
-    sums = dict.fromkeys(("tokens", "plain_ms", "drafted_ms", "proposed", "accepted", "different"), 0.0)
-    for prompt in PROMPTS[: options.num_prompts]:
+    sums: Counter[str] = Counter()
+    for prompt in PROMPTS[: options.num_prompts] * options.passes:
         text, without = answer(plain, prompt, options.max_tokens)
         text_drafted, timings = answer(drafted, prompt, options.max_tokens)
         sums["tokens"] += without["predicted_n"]
-        sums["plain_ms"] += without["predicted_ms"]
-        sums["drafted_ms"] += timings["predicted_ms"] * without["predicted_n"] / timings["predicted_n"]
+        plain_ms, drafted_ms = (t["prompt_ms"] + t["predicted_ms"] for t in (without, timings))
+        sums["plain_ms"] += plain_ms
+        sums["drafted_ms"] += drafted_ms * without["predicted_n"] / timings["predicted_n"]
+        sums["forwards"] += timings["predicted_n"] - timings.get("draft_n_accepted", 0)
+        sums["drafted_tokens"] += timings["predicted_n"]
         sums["proposed"] += timings.get("draft_n", 0)
         sums["accepted"] += timings.get("draft_n_accepted", 0)
         sums["different"] += text != text_drafted
         same = "same" if text == text_drafted else "DIFFERS"
-        print(
-            f"{same}  {without['predicted_per_second']:.1f} -> {timings['predicted_per_second']:.1f} tok/s  {prompt}"
-        )
+        speeds = [1e3 * without["predicted_n"] / plain_ms, 1e3 * timings["predicted_n"] / drafted_ms]
+        print(f"{same}  {speeds[0]:.1f} -> {speeds[1]:.1f} tok/s  {prompt}")
     print(
         f"{options.type}, gamma {gamma}, {options.threads} thread(s): {1e3 * sums['tokens'] / sums['plain_ms']:.1f} tok/s plain, "
         f"{1e3 * sums['tokens'] / sums['drafted_ms']:.1f} with the draft ({sums['plain_ms'] / sums['drafted_ms']:.2f}x); "
-        f"{sums['accepted']:.0f} of {sums['proposed']:.0f} proposed tokens accepted; {sums['different']:.0f} texts differ"
+        f"{sums['accepted']:.0f} of {sums['proposed']:.0f} proposed tokens accepted, "
+        f"{sums['drafted_tokens'] / sums['forwards']:.2f} tokens per target forward; {sums['different']:.0f} texts differ"
     )
     sys.exit(1 if sums["different"] else 0)
 

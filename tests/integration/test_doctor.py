@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eval.theory import StepTimes
 from pipeline.doctor import main
+from pipeline.doctor_probe import time_steps
 from tests.conftest import ROOT
 from tests.unit.pipeline.tiny_models import make_model, make_tokenizer, save
 
@@ -120,19 +122,28 @@ def test_bad_pairs(
     assert "bad pair: 1 of the findings above forbid it: " + code in printed
 
 
-def test_pair_that_fits_is_probed_and_answered(target: Path, doctor: Doctor) -> None:
-    """A draft that is its own target is accepted always; on two tiny models it costs as much as it saves, so the answer is no."""
+@pytest.mark.parametrize(("draft_ms", "word", "code"), [(10.0, "no", 3), (1.0, "yes", 0)])
+def test_pair_that_fits_is_probed_and_answered(
+    target: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, draft_ms: float, word: str, code: int
+) -> None:
+    """A draft that is its own target is accepted always: it pays where its step is cheap. Steps are timed, then given times count."""
+
+    def timed(*models: Any, **settings: Any) -> StepTimes:
+        assert len(time_steps(*models, **settings).target_ms) == 3
+        return StepTimes(draft_ms, (10.0, 10.0, 10.0))
+
+    monkeypatch.setattr("pipeline.doctor.time_steps", timed)
     exit_code, content, printed = doctor(
         target, target, "--seconds", "2", "--max-gamma", "2", "--dtype", "float32"
     )
-    assert exit_code == 3, printed
-    assert content["answer"]["word"] == "no"
+    assert exit_code == code, printed
+    assert content["answer"]["word"] == word
     assert {line["status"] for line in content["checks"]} == {"ok"}
     probe = content["probe"]
     assert [one["temperature"] for one in probe["by_temperature"]] == [0.0, 1.0]
     assert all(one["acceptance"]["value"] == 1.0 for one in probe["by_temperature"])
     assert [outlook["tau"]["value"] for outlook in probe["by_temperature"][0]["outlooks"]] == [2.0, 3.0]
-    assert "does not pay" in printed and "break-even" in printed
+    assert ("does not pay" if word == "no" else "pays, predicted") in printed and "break-even" in printed
 
 
 def test_a_warning_alone_does_not_refuse(tmp_path: Path, target: Path, doctor: Doctor) -> None:

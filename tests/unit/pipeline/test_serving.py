@@ -1,6 +1,8 @@
 """The serving measurements' own parts, without vLLM: what they start from, what they read, what they report."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from pipeline import bench_serving, check_serving
 from pipeline.bench_serving import Load
 from pipeline.serving_inputs import read_pair
+from pipeline.serving_ties import GapNoise
 from pipeline.vllm_server import VLLMServer, speculation_counts
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -56,6 +59,7 @@ def test_the_exported_pair_is_found_from_anywhere(tmp_path: Path) -> None:
         "draft_sample_method": "greedy",
     }
     assert read_pair(tmp_path / "artifacts", target="owner/name").target == "owner/name"
+    assert (pair.dtype, pair.with_settings(dtype="float32").dtype) == ("bfloat16", "float32")
 
 
 def test_a_missing_export_or_target_is_said(tmp_path: Path) -> None:
@@ -113,6 +117,32 @@ def test_loads_as_words_of_vllm_bench() -> None:
         bench_serving.parse_arguments(["--rates", "--concurrency"])
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_servers_run_alone_or_take_turns(monkeypatch: pytest.MonkeyPatch, side_by_side: bool) -> None:
+    """Alone, one is gone before the next comes; side by side, each load is asked of both before the next load."""
+    running: list[str] = []
+    most = 0
+
+    @contextmanager
+    def server(name: str) -> Iterator[str]:
+        running.append(name)
+        yield name
+        running.remove(name)
+
+    names = ("none", "distilled")
+    monkeypatch.setattr(bench_serving, "servers", lambda *_: ((name, server(name)) for name in names))
+    words = ["--rates", "--concurrency", "1", "8", "--temperatures", "0", *["--side-by-side"] * side_by_side]
+    arguments = bench_serving.parse_arguments(words)
+    loads = [Load(concurrency=1), Load(concurrency=8)]
+    asked = []
+    for draft, served, _, load in bench_serving.points(read_like(gamma=1), arguments, Path(), loads):
+        assert served == draft and draft in running
+        most = max(most, len(running))
+        asked.append((draft, load.concurrency))
+    order = [(name, n) for n in (1, 8) for name in names] if side_by_side else [(name, n) for name in names for n in (1, 8)]  # fmt: skip
+    assert (asked, most, running) == (order, 2 if side_by_side else 1, [])
+
+
 def test_the_summary_names_every_difference() -> None:
     mismatch = {
         "prompt": 4,
@@ -129,12 +159,14 @@ def test_the_summary_names_every_difference() -> None:
         "mismatches": [mismatch, {**mismatch, "prompt": 9, "is_near_tie": False}],
         "acceptance": [{**acceptance, "difference": -0.01, "low": -0.03, "high": 0.01}],
         "tokens_per_second": {"plain": 100.0, "draft": 90.0, "batch": 8},
+        "plain_against_itself": GapNoise((8, 24), 50, 46, 3000, 0.03, 0.2, 0.375, 0.25).as_dict(),
     }
     text = check_serving.summary(found)
     assert "49 of 50" in text
     assert "prompt 4: differs from token 7 on" in text
     assert "prompt 9" in text and "NOT a near tie" in text
     assert "difference -0.010" in text
+    assert "8 and 24 rows per step: 46 of 50 texts are the same" in text and "up to 0.375" in text
 
 
 def test_measured_acceptance_equals_the_prediction_for_exact_rounds() -> None:
@@ -155,4 +187,6 @@ def test_measured_acceptance_equals_the_prediction_for_exact_rounds() -> None:
 def read_like(*, gamma: int) -> Any:
     from pipeline.serving_inputs import ServedPair
 
-    return ServedPair("t", Path("d"), num_speculative_tokens=gamma, sampler="probabilistic", report={})
+    return ServedPair(
+        "t", Path("d"), num_speculative_tokens=gamma, sampler="probabilistic", dtype="float32", report={}
+    )

@@ -7,7 +7,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 NUM_TOKENS = 96
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gpt2", "phi", "mistral")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi", "phi3", "mistral"
+)  # fmt: skip
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
 
 
@@ -34,6 +36,7 @@ def make_model(
     num_layers: int = 2,
     tied: bool | None = None,
     context: int = 128,
+    rope: dict[str, object] | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
     """fp32, eval mode, hidden size 32, 4 heads of size 8 with 2 key-value heads where the family has them."""
@@ -61,8 +64,10 @@ def make_model(
             "eos_token_id": 2,
             "pad_token_id": 2,
         }
-    if family == "phi":
+    if family in ("phi", "phi3"):
         settings.pop("head_dim")
+    if rope is not None:
+        settings["rope_parameters"] = rope
     if tied is not None:
         settings["tie_word_embeddings"] = tied
     torch.manual_seed(seed)
