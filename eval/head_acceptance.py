@@ -109,7 +109,7 @@ class HeadAcceptance:
         for temperature in dict.fromkeys(temperatures):
             chosen = [kept[i] for i in rows_at_temperature(kept, temperature)]
             share = None if max_tokens is None else max_tokens // len(temperatures)
-            self._sides[temperature] = list(self._target_sides(target, _first(chosen, share), batch_tokens))
+            self._sides[temperature] = list(self._target_sides(target, first_rows(chosen, share), batch_tokens))
 
     def __call__(self, heads: MedusaHeads) -> float:
         tables = self.tables(heads, with_mass=False)
@@ -167,7 +167,7 @@ class HeadAcceptance:
                     yield _Side(row.prompt_id, piece_ND, torch.cat(argmax))
 
 
-def _first(rows: Sequence[ResponseRow], max_tokens: int | None) -> list[ResponseRow]:
+def first_rows(rows: Sequence[ResponseRow], max_tokens: int | None) -> list[ResponseRow]:
     """The first rows that together have at most `max_tokens` response tokens, at least one row."""
     chosen: list[ResponseRow] = []
     num_tokens = 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from specdec_runtime.tree import Tree, make_tree
+from specdec_runtime.tree import DynamicTree, Tree, make_tree
 
 DRAFTERS = ("model", "ngram", "medusa")
 SAMPLERS = ("probabilistic", "greedy")
@@ -122,6 +122,11 @@ class DecoderConfig:
             raise ValueError(
                 f"acceptance={self.acceptance!r}: with a tree only 'exact' and 'typical' are possible; set tree=null"
             )
+        if self.acceptance != "exact" and isinstance(tree, DynamicTree):
+            raise ValueError(
+                f"acceptance={self.acceptance!r}: with the dynamic tree {self.tree!r} only 'exact' is possible; take a fixed one, "
+                "such as '3x2x1'"
+            )
         chains_only = {"gamma": "fixed", "draft_confidence": 0.0}
         for name, value in chains_only.items():
             if getattr(self, name) != value:
@@ -130,8 +135,8 @@ class DecoderConfig:
                 )
 
     @property
-    def topology(self) -> Optional[Tree]:
-        """The tree that is proposed in a round; None for a chain, and in plain decoding."""
+    def topology(self) -> Tree | DynamicTree | None:
+        """The tree that is proposed in a round, or its bounds; None for a chain, and in plain decoding."""
         if self.tree is None or self.num_speculative_tokens == 0:
             return None
         return make_tree(self.tree, max_nodes=min(self.max_draft_tokens, MAX_TREE_NODES))

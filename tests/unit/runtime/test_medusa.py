@@ -13,7 +13,7 @@ from tests.unit.runtime.test_losslessness_sampled import ALPHA, CASES, p_value
 
 NUM_NEW = 40
 UNEVEN = [-1, -1, -1, 0, 0, 1, 3, 3, 5]
-TREES = [None, "binary3", "3x2", "chain3", UNEVEN]
+TREES = [None, "binary3", "3x2", "chain3", "dynamic9d3", UNEVEN]
 
 
 def decoder(target, heads, **config) -> SpeculativeDecoder:
