@@ -38,7 +38,7 @@ from pipeline.schema import Config
 from pipeline.stage_bench import choose_prompts
 from pipeline.store import fingerprint_of, write_json
 from pipeline.tracking import open_tracker
-from pipeline.tree_search_table import Row, markdown_page
+from pipeline.tree_search_table import Row, markdown_page, topology_text
 from specdec_runtime.config import MAX_TREE_NODES
 from specdec_runtime.medusa_heads import MedusaHeads
 
@@ -51,7 +51,7 @@ class TreeSearchPlan:
     """Words of the command line that change it: `tree_search.field=value`.
 
     `max_nodes`, `max_depth`: of a tree. `num_guesses`: most children of a node. `max_tokens`: held-out tokens to count on.
-    `num_trees`: predicted best trees that are timed, besides a dynamic one. `max_seconds`: for timing forwards.
+    `num_trees`: predicted best trees that are timed, besides dynamic ones. `max_seconds`: for timing forwards.
     """
 
     max_nodes: int = 16
@@ -194,7 +194,8 @@ class _Search:
         return verdict, rows
 
     def conditions(self, predictions: Sequence[TreePrediction]) -> list[Condition]:
-        """Plain decoding, the chain with the best prediction and its neighbours, the best trees, and a dynamic one of the first's size."""
+        """Plain decoding, the chain with the best prediction and its neighbours, the best trees, and dynamic ones of the first's size, as
+        deep and one token deeper."""
 
         def of(gamma: int, tree: str | tuple[int, ...] | None = None) -> Condition:
             return Condition("native", "distilled", gamma, self.temperature, self.batch, tree=tree)
@@ -203,9 +204,10 @@ class _Search:
         chains = [of(gamma) for gamma in (best - 1, best, best + 1) if 1 <= gamma <= self.max_depth]
         trees = [p.tree for p in predictions if not is_chain(p.tree)][: self.plan.num_trees]
         first = trees[0]
-        dynamic = of(first.depth, f"dynamic{first.num_nodes}d{first.depth}")
+        depths = [depth for depth in (first.depth, first.depth + 1) if depth <= min(self.max_depth, first.num_nodes)]
+        dynamic = [of(depth, f"dynamic{first.num_nodes}d{depth}") for depth in depths]
         plain = Condition("native", "none", 0, self.temperature, self.batch)
-        return [plain, *chains, *(of(tree.depth, topology_of(tree)) for tree in trees), dynamic]
+        return [plain, *chains, *(of(tree.depth, topology_of(tree)) for tree in trees), *dynamic]
 
 
 def setting_of(condition: Condition, *, is_medusa: bool) -> str:
@@ -213,7 +215,7 @@ def setting_of(condition: Condition, *, is_medusa: bool) -> str:
     if condition.is_plain:
         return "runtime.num_speculative_tokens=0"
     tree = condition.tree
-    name = "null" if tree is None else tree if isinstance(tree, str) else f"[{','.join(map(str, tree))}]"
+    name = "null" if tree is None else topology_text(tree)
     words = [f"runtime.tree={name}", f"runtime.num_speculative_tokens={condition.gamma}"]
     return shlex.join([*(["runtime.drafter=medusa"] if is_medusa else []), *words])
 

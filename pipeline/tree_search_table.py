@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.bench_conditions import tree_name
 from eval.tree_choice import TreePrediction, is_chain, topology_of
 from eval.tree_scores import GuessScores
 from eval.tree_timing import TreeTimes
@@ -77,7 +76,7 @@ def _predictions(predictions: Sequence[TreePrediction]) -> str:
         ["tree", "nodes", "depth", "tokens per round", "round ms", "predicted speedup"],
         (
             [
-                tree_name(topology_of(p.tree)) if not is_chain(p.tree) else f"chain {p.tree.depth}", str(p.tree.num_nodes),
+                f"chain {p.tree.depth}" if is_chain(p.tree) else topology_text(topology_of(p.tree)), str(p.tree.num_nodes),
                 str(p.tree.depth), f"{p.tau:.2f}", f"{p.round_ms:.1f}", f"{p.speedup:.3f}",
             ]
             for p in shown
@@ -86,17 +85,25 @@ def _predictions(predictions: Sequence[TreePrediction]) -> str:
 
 
 def _measured(rows: Iterable[Mapping[str, Any]]) -> str:
+    names = ("draft_ms_per_round", "verify_ms_per_round", "overhead_ms_per_round", "tokens_per_second")
     return _table(
         ["way", "tokens per forward", "draft ms", "verify ms", "overhead ms", "tokens/s", "speedup", "95% interval"],
         (
             [
-                row["way"], f"{row['block_efficiency']:.2f}", f"{row['draft_ms_per_round']:.1f}",
-                f"{row['verify_ms_per_round']:.1f}", f"{row['overhead_ms_per_round']:.1f}", f"{row['tokens_per_second']:.1f}",
-                f"{row['walltime_speedup']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}",
+                row["way"] if row["tree"] is None else f"tree {topology_text(row['tree'])}",
+                f"{row['block_efficiency']:.2f}",
+                *(f"{row[name]:.1f}" for name in names),
+                f"{row['walltime_speedup']:.3f}",
+                f"{row['low']:.3f} to {row['high']:.3f}",
             ]
             for row in rows
         ),
-    )  # fmt: skip
+    )
+
+
+def topology_text(topology: str | Sequence[int]) -> str:
+    """As a setting has it."""
+    return topology if isinstance(topology, str) else f"[{','.join(map(str, topology))}]"
 
 
 def _ms(values: Iterable[float]) -> list[str]:

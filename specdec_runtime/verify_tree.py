@@ -110,10 +110,11 @@ def _try_in_turn(
     """(rank of the child that stands or -1, [B]; what p has become when all fell, [B, V]). columns_C: ids of q's columns, None for all."""
     stood_B = torch.full_like(siblings.ids_BK[:, 0], -1)
     columns_BC = None if columns_C is None else columns_C.expand_as(q_BC)
+    column_BK = siblings.ids_BK if columns_C is None else torch.searchsorted(columns_C, siblings.ids_BK)
     for rank in range(siblings.ids_BK.shape[1]):
         ids_B1, u_B1 = siblings.ids_BK[:, rank, None], siblings.uniform_BK[:, rank, None]
         is_tried_B = siblings.is_there_BK[:, rank] & (stood_B < 0)
-        column_B1 = ids_B1 if columns_C is None else torch.searchsorted(columns_C, ids_B1)
+        column_B1 = column_BK[:, rank, None]
         drawn_from_BC = _drawn_from(q_BC, column_B1)
         stands_B = (u_B1 * drawn_from_BC.gather(1, column_B1) < p_BV.gather(1, ids_B1)).squeeze(1)
         stood_B = torch.where(is_tried_B & stands_B, rank, stood_B)

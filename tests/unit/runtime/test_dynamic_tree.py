@@ -9,6 +9,7 @@ from specdec_runtime import dynamic_growth as growth_module
 from specdec_runtime.batch import Batch
 from specdec_runtime.dynamic_growth import DynamicGrowth
 from specdec_runtime.forward import ModelRunner, StepOptions
+from specdec_runtime.graphs import Captured, GraphedSteps
 from specdec_runtime.layout import RowTrees
 from specdec_runtime.tree import DynamicTree, make_tree
 from tests.unit.runtime.architectures import ARCHITECTURES
@@ -275,6 +276,33 @@ def test_rows_with_other_trees_read_their_own_paths(target):
                 ids = [*prompt, *ids_BT[row, [0, *line]].tolist()]
                 expected = target(torch.tensor([ids])).logits[0, -1]
                 torch.testing.assert_close(logits[row, position], expected, rtol=1e-4, atol=1e-4)
+
+
+class Recorded(GraphedSteps):
+    """Graphs without a GPU: the first step's computation, closed over what it saw, run again on the static inputs."""
+
+    def _capture(self, compute, *given):
+        inputs = tuple(x.clone() for x in given)
+        results = compute(*inputs)
+
+        class Replay:
+            def replay(self):
+                results.logits.copy_(compute(*inputs).logits)
+
+        return Captured(Replay(), inputs, results)
+
+
+@pytest.mark.parametrize("tree", ["3x2", "dynamic9d3"])
+def test_a_graph_gets_the_trees_of_its_own_round(target, near_draft, prompts, expected, tree):
+    speculative = decoder(target, near_draft, tree=tree, pack_weights=False)
+    for runner in (speculative.target, speculative.drafter.runner):
+        runner._graphs, runner._pads_rows = Recorded(), True
+    outputs = speculative.generate([Request(prompt, NUM_NEW) for prompt in prompts])
+    assert [o.token_ids for o in outputs] == expected
+    assert speculative.target._graphs._captured and speculative.drafter.runner._graphs._captured
+    eager = decoder(target, near_draft, tree=tree, pack_weights=False, max_batch_size=4)
+    eager.generate([Request(prompt, NUM_NEW) for prompt in prompts])
+    assert eager.stats.accepted_per_position == speculative.stats.accepted_per_position
 
 
 # T > 0, by enumeration
