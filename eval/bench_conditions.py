@@ -16,7 +16,7 @@ from specdec_runtime.backends.native import NativeBackend
 from specdec_runtime.backends.vllm import VLLMBackend
 from specdec_runtime.config import MAX_TREE_NODES, DecoderConfig
 from specdec_runtime.medusa_heads import MedusaHeads
-from specdec_runtime.tree import Tree, make_tree
+from specdec_runtime.tree import DynamicTree, Tree, make_tree
 
 NO_DRAFT = "none"
 NGRAM = "ngram"  # proposals that are looked up in the text, without a draft
@@ -55,7 +55,7 @@ class Condition:
         return 1 + (self.gamma if self.tree is None else tree_of(self.tree).num_nodes)
 
 
-def tree_of(topology: str | Sequence[int]) -> Tree:
+def tree_of(topology: str | Sequence[int]) -> Tree | DynamicTree:
     """The tree, whatever the batch. Raises ValueError for one that is none."""
     return make_tree(topology, max_nodes=MAX_TREE_NODES)
 

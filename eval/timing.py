@@ -17,6 +17,7 @@ from eval.theory import StepTimes
 from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder
 from specdec_runtime.drafter import with_trimmed_head
 from specdec_runtime.forward import ModelRunner, StepOptions
+from specdec_runtime.medusa_heads import MedusaHeads
 
 
 def measure_step_times(
@@ -82,14 +83,14 @@ def measure_head_times(
             f"max_gamma={max_gamma}, context_tokens={context_tokens}: need gamma >= 1, context >= 2 and their sum "
             f"within the target's context of {limit}"
         )
-    target_steps = _steps(
+    target_steps = width_steps(
         ModelRunner(target, "target", options), range(1, max_gamma + 2), context_tokens, batch_size
     )
     draft_steps: list[Callable[[], None]] = []
     for vocab_ids in heads:
         trimmed = draft if vocab_ids is None else with_trimmed_head(draft, vocab_ids)
-        draft_steps += _steps(ModelRunner(trimmed, "draft", options), (1, 2), context_tokens, batch_size)
-    medians = _alternated_medians([*target_steps, *draft_steps], target.device, num_repeats, max_seconds)
+        draft_steps += width_steps(ModelRunner(trimmed, "draft", options), (1, 2), context_tokens, batch_size)
+    medians = alternated_medians([*target_steps, *draft_steps], target.device, num_repeats, max_seconds)
     target_ms, draft_ms = tuple(medians[: max_gamma + 1]), medians[max_gamma + 1 :]
     overhead_ms = measure_overhead_ms(
         target, draft, draft_vocab_ids=heads[-1], batch_size=batch_size, runtime=runtime
@@ -102,19 +103,27 @@ def measure_head_times(
 
 def measure_overhead_ms(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | MedusaHeads,
     *,
     gamma: int = 2,
+    tree: str | None = None,
     batch_size: int = 1,
     num_tokens: int = 12,
     draft_vocab_ids: Tensor | None = None,
     runtime: DecoderConfig | None = None,
 ) -> float:
-    """Milliseconds of a greedy round outside both models' forwards, from short real decoding runs.
+    """Milliseconds of a greedy round outside both models' forwards, from short real decoding runs with a chain or a `tree`.
 
     Admitting a prompt has an overhead of its own, so runs of one token (no round) are subtracted.
     """
-    config = fixed_chains(runtime, num_speculative_tokens=gamma, max_batch_size=batch_size)
+    config = fixed_chains(
+        runtime,
+        num_speculative_tokens=gamma,
+        max_batch_size=batch_size,
+        drafter="medusa" if isinstance(draft, MedusaHeads) else "model",
+        tree=tree,
+        draft_confidence=0.0,
+    )
     decoder = SpeculativeDecoder(target, draft, config, draft_vocab_ids=draft_vocab_ids)
 
     def run(max_new_tokens: int) -> tuple[float, int]:
@@ -140,10 +149,19 @@ def model_of_shape(
     return model.eval()
 
 
-def _steps(
-    runner: ModelRunner, widths: range | tuple[int, ...], context_tokens: int, batch_size: int
+def width_steps(
+    runner: ModelRunner,
+    widths: range | tuple[int, ...],
+    context_tokens: int,
+    batch_size: int,
+    *,
+    all_logits: bool = False,
 ) -> list[Callable[[], None]]:
-    """One function per width that runs a forward of that many tokens per row behind a filled cache."""
+    """One function per width that runs a forward of that many tokens per row behind a filled cache.
+
+    Args:
+        all_logits: of a draft's every token, as below the root of a tree; else of its last one.
+    """
     runner.allocate(batch_size, context_tokens + max(widths))
     generator = torch.Generator().manual_seed(0)
     num_ids = runner.num_input_ids
@@ -159,7 +177,7 @@ def _steps(
 
     def step_of(width: int) -> Callable[[], None]:
         ids_BL = random_ids(batch_size, width)
-        num_logits = None if runner.role == "target" else 1
+        num_logits = None if runner.role == "target" or all_logits else 1
 
         def step() -> None:
             runner.step(
@@ -171,7 +189,7 @@ def _steps(
     return [step_of(width) for width in widths]
 
 
-def _alternated_medians(
+def alternated_medians(
     steps: list[Callable[[], None]], device: torch.device, num_repeats: int, max_seconds: float
 ) -> list[float]:
     """Median milliseconds of each step; two untimed warm-up passes first."""

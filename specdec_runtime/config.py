@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
-    from specdec_runtime.tree import Tree
+    from specdec_runtime.tree import DynamicTree, Tree
 
 DRAFTERS = ("model", "ngram", "medusa")
 SAMPLERS = ("probabilistic", "greedy")
@@ -120,6 +120,11 @@ class DecoderConfig:
             raise ValueError(
                 f"acceptance={self.acceptance!r}: with a tree only 'exact' and 'typical' are possible; set tree=null"
             )
+        if self.acceptance != "exact" and isinstance(tree, DynamicTree):
+            raise ValueError(
+                f"acceptance={self.acceptance!r}: with the dynamic tree {self.tree!r} only 'exact' is possible; take a fixed one, "
+                "such as '3x2x1'"
+            )
         chains_only = {"gamma": "fixed", "draft_confidence": 0.0}
         for name, value in chains_only.items():
             if getattr(self, name) != value:
@@ -128,8 +133,8 @@ class DecoderConfig:
                 )
 
     @property
-    def topology(self) -> Optional["Tree"]:
-        """The tree that is proposed in a round; None for a chain, and in plain decoding."""
+    def topology(self) -> "Tree | DynamicTree | None":
+        """The tree that is proposed in a round, or its bounds; None for a chain, and in plain decoding."""
         if self.tree is None or self.num_speculative_tokens == 0:
             return None
         # It brings in torch, which settings without a tree do not need.

@@ -7,11 +7,13 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.drafter import Drafter
+from specdec_runtime.dynamic_drafter import DynamicTreeDrafter
 from specdec_runtime.forward import ModelRunner, StepOptions
 from specdec_runtime.medusa import MedusaDrafter
 from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.ngram import NgramDrafter
 from specdec_runtime.proposal import Proposer
+from specdec_runtime.tree import DynamicTree
 from specdec_runtime.tree_drafter import TreeDrafter
 
 
@@ -38,8 +40,8 @@ def make_drafter(
         return NgramDrafter(min_tokens=config.ngram_min, max_tokens=config.ngram_max)
     if draft_model is None:
         return None
+    tree = config.topology
     if isinstance(draft_model, MedusaHeads):
-        tree = config.topology
         return MedusaDrafter(
             draft_model,
             target,
@@ -56,8 +58,10 @@ def make_drafter(
         "max_spread": config.max_gamma_spread,
         "options": StepOptions.of(config),
     }
-    if config.topology is not None:
-        return TreeDrafter(draft_model, config.topology, max_draft_tokens=config.max_draft_tokens, **settings)
+    if isinstance(tree, DynamicTree):
+        return DynamicTreeDrafter(draft_model, tree, max_draft_tokens=config.max_draft_tokens, **settings)
+    if tree is not None:
+        return TreeDrafter(draft_model, tree, max_draft_tokens=config.max_draft_tokens, **settings)
     return Drafter(draft_model, **settings)
 
 

@@ -71,7 +71,7 @@ class SpeculativeDecoder:
         self._gamma: GammaPolicy = make_gamma_policy(self.config, self.device)
         self._judge = Judge(self.config, None if self.drafter is None else self.drafter.vocab_ids_N)
         tree = self.config.topology
-        self._num_lanes = 1 if tree is None else tree.max_width
+        self._num_lanes = 1 if tree is None else tree.num_lanes
         self._watch = Stopwatch(self.device)
         self._batch: Optional[Batch] = None
         self._prefix: Optional[SharedPrefix] = None
@@ -209,11 +209,10 @@ class SpeculativeDecoder:
 
     def _commit(self, batch: Batch, judgement: Judgement, now_s: float) -> None:
         if judgement.path_BD is not None:
-            assert self.drafter is not None
-            draft = self.drafter.runner
-            keep_path(
-                (self.target,) if draft is None else (self.target, draft), batch, judgement.path_BD
-            )
+            assert self.drafter is not None and judgement.draft_path_BD is not None
+            keep_path(self.target, batch, judgement.path_BD)
+            if self.drafter.runner is not None:
+                keep_path(self.drafter.runner, batch, judgement.draft_path_BD)
         if self.target.keeps_hidden:
             at_B = last_accepted(batch, judgement.num_accepted, judgement.path_BD)
             keep_hidden(self.target, batch.rows, at_B)

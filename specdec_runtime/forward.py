@@ -176,15 +176,18 @@ class ModelRunner:
         ids_BL = nn.functional.pad(ids_BL, (0, 0, 0, num_padding))
         starts_B = nn.functional.pad(starts_B, (0, num_padding))
         sits_out_B = nn.functional.pad(sits_out_B, (0, num_padding), value=True)
+        # Trees that are new in each round go in like the ids; a fixed one belongs to the graph.
+        varying = () if layout is None or not layout.is_by_row else layout.with_rows(num_padding).tensors
 
-        def compute(ids: Tensor, starts: Tensor, sits_out: Tensor) -> Computed:
-            return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits, layout)
+        def compute(ids: Tensor, starts: Tensor, sits_out: Tensor, *tensors: Tensor) -> Computed:
+            block = BlockLayout(tensors[0], tensors[1], tensors[2]) if tensors else layout
+            return self._compute(self._step_model, ids, starts, sits_out, num_cached, 0, num_logits, block)
 
         if self._graphs is None:
-            logits, hidden = compute(ids_BL, starts_B, sits_out_B)
+            logits, hidden = compute(ids_BL, starts_B, sits_out_B, *varying)
         else:
-            key = (num_cached, num_logits or 0, id(layout))
-            logits, hidden = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B)
+            key = (num_cached, num_logits or 0, 0 if varying else id(layout))
+            logits, hidden = self._graphs.run(key, compute, ids_BL, starts_B, sits_out_B, *varying)
         assert logits is not None
         self.hidden_BLH = None if hidden is None else hidden[:num_rows]
         return logits[:num_rows]
@@ -211,7 +214,7 @@ class ModelRunner:
             mask = causal_mask(positions_BL, num_cached, self.dtype)
         else:
             layout = layout.padded(num_positions)
-            positions_BL, places_BL = (starts_B[:, None] + x for x in (layout.offsets_L, layout.slots_L))
+            positions_BL, places_BL = (starts_B[:, None] + x for x in (layout.offsets_BL, layout.slots_BL))
             mask = layout.mask(starts_B, num_cached, self.dtype)
         if sits_out_B is not None:
             assert num_positions <= SCRATCH

@@ -23,16 +23,14 @@ class Computed(NamedTuple):
     hidden: Optional[Tensor]
 
 
-Compute = Callable[[Tensor, Tensor, Tensor], Computed]  # (ids_BL, starts_B, sits_out_B) -> its results
+Compute = Callable[..., Computed]  # of tensors, whose contents may be others each time
 
 
 class Captured(NamedTuple):
     """A graph with its static inputs and output."""
 
     graph: torch.cuda.CUDAGraph
-    ids_BL: Tensor
-    starts_B: Tensor
-    sits_out_B: Tensor
+    inputs: tuple[Tensor, ...]
     results: Computed
 
 
@@ -48,29 +46,26 @@ class GraphedSteps:
         """Forgets all graphs: their cache tensors are gone."""
         self._captured.clear()
 
-    def run(
-        self, key: tuple[int, ...], compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor
-    ) -> Computed:
-        """Results of `compute(ids, starts, sits_out)`; they are overwritten by the next step of the same key."""
+    def run(self, key: tuple[int, ...], compute: Compute, *inputs: Tensor) -> Computed:
+        """Results of `compute(*inputs)`; they are overwritten by the next step of the same key and shapes."""
         if not self.is_usable:
-            return compute(ids_BL, starts_B, sits_out_B)
-        key = (*ids_BL.shape, *key)
+            return compute(*inputs)
+        key = (*key, *(size for x in inputs for size in x.shape))
         if key not in self._captured:
             try:
-                self._captured[key] = self._capture(compute, ids_BL, starts_B, sits_out_B)
+                self._captured[key] = self._capture(compute, *inputs)
             except RuntimeError as error:
                 self.is_usable = False
                 logger.warning("CUDA graph capture failed, decoding goes on without graphs: %s", error)
-                return compute(ids_BL, starts_B, sits_out_B)
+                return compute(*inputs)
         step = self._captured[key]
-        step.ids_BL.copy_(ids_BL)
-        step.starts_B.copy_(starts_B)
-        step.sits_out_B.copy_(sits_out_B)
+        for static, given in zip(step.inputs, inputs, strict=True):
+            static.copy_(given)
         step.graph.replay()
         return step.results
 
-    def _capture(self, compute: Compute, ids_BL: Tensor, starts_B: Tensor, sits_out_B: Tensor) -> Captured:
-        inputs = ids_BL.clone(), starts_B.clone(), sits_out_B.clone()
+    def _capture(self, compute: Compute, *given: Tensor) -> Captured:
+        inputs = tuple(x.clone() for x in given)
         make_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
         side = make_stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -82,4 +77,4 @@ class GraphedSteps:
         with torch.cuda.graph(graph, pool=self._pool):
             results = compute(*inputs)
         self._pool = self._pool or graph.pool()
-        return Captured(graph, *inputs, results)
+        return Captured(graph, inputs, results)

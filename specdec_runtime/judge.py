@@ -23,13 +23,15 @@ from specdec_runtime.verify import Verdict, verify_chain
 @dataclass
 class Judgement:
     """Host side of a round. `blocks[row]`: accepted tokens and the next one. `num_drafted`: most tokens that a row could get
-    accepted. `path_BD`: with a tree, its accepted nodes (see `TreeVerdict`), still on the device."""
+    accepted. `path_BD`: with a tree, its accepted nodes (see `TreeVerdict`), still on the device; `draft_path_BD`: the same as the
+    draft counts them."""
 
     blocks: list[list[int]]
     num_proposed: list[int]
     num_accepted: list[int]
     num_drafted: int
     path_BD: Optional[Tensor] = None
+    draft_path_BD: Optional[Tensor] = None
     token_logprobs: Optional[list[list[float]]] = None
     top_ids: Optional[list[list[list[int]]]] = None
     top_logprobs: Optional[list[list[list[float]]]] = None
@@ -85,6 +87,7 @@ class Judge:
             num_accepted=[row[1] for row in packed],
             num_drafted=proposal.num_drafted,
             path_BD=path_BD,
+            draft_path_BD=_as_drafted(path_BD, proposal.draft_nodes_BN),
         )
         wanted = [r.logprobs for r in batch.sampling.requests if r.logprobs is not None]
         if wanted:
@@ -145,6 +148,12 @@ class Judge:
             next_uniform_BT=uniform_PBT[NEXT, :, : probs_BTV.shape[1]],
             lossy_accept_BG=lossy_accept_BG,
         )
+
+
+def _as_drafted(path_BD: Optional[Tensor], draft_nodes_BN: Optional[Tensor]) -> Optional[Tensor]:
+    if path_BD is None or draft_nodes_BN is None:
+        return path_BD
+    return draft_nodes_BN.gather(1, path_BD.clamp(min=0)).masked_fill(path_BD < 0, -1)
 
 
 def _add_logprobs(judgement: Judgement, logits_BTV: Tensor, block_BT: Tensor, k: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.proposal import Proposal
+from specdec_runtime.tree import Tree
 from specdec_runtime.verify import probs_of
 
 
@@ -30,6 +31,7 @@ def lossy_accepts(
     `lenient` (Leviathan et al. 2023, appendix A.5): u * lenience * q(d) < p(d); at temperature 0: p(d) >= lenience * max p.
     """
     tree, num_drafted = proposal.tree, proposal.ids_BG.shape[1]
+    assert tree is None or isinstance(tree, Tree)
     before = list(range(num_drafted)) if tree is None else [parent + 1 for parent in tree.parents]
     raw_BGV = adjusted_BTV[:, before].softmax(dim=2)
     p_BGV = torch.where(is_greedy_B[:, None, None], raw_BGV, probs_BTV[:, before])

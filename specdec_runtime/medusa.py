@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.batch import Batch
+from specdec_runtime.dynamic_growth import DynamicGrowth
 from specdec_runtime.forward import ModelRunner
 from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.packed import packed
 from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
-from specdec_runtime.tree import Tree
+from specdec_runtime.tree import DynamicTree, Tree
 from specdec_runtime.tree_growth import Growth
 
 
@@ -49,7 +50,7 @@ class MedusaDrafter:
         *,
         sampler: str,
         num_tokens: int,
-        tree: Optional[Tree],
+        tree: Tree | DynamicTree | None,
         max_draft_tokens: int,
         packs: bool,
     ) -> None:
@@ -59,7 +60,7 @@ class MedusaDrafter:
                 f"num_speculative_tokens={num_tokens}: there are {heads.shape.num_heads} Medusa heads, each for one token; lower "
                 "it, or train more heads (draft.num_heads)"
             )
-        most = 1 if tree is None else max(map(len, tree.children))
+        most = max(map(len, tree.children)) if isinstance(tree, Tree) else 1
         if most > heads.shape.num_ids:
             raise ValueError(f"tree: {most} children of one position, but the heads have {heads.shape.num_ids} ids")
         heads = heads.to(target.device).eval()
@@ -69,7 +70,7 @@ class MedusaDrafter:
         self.sampler, self.tree, self.max_draft_tokens = sampler, tree, max_draft_tokens
         self.runner: Optional[ModelRunner] = None
         self.wants_hidden = True
-        self._prefix = None if tree is None else cache(tree.prefix)
+        self._prefix = cache(tree.prefix) if isinstance(tree, Tree) else None
 
     def catch_up(self, rows: Sequence[Row], wanted: Sequence[int], *, chunk: int) -> None:
         """Nothing: the engine keeps the hidden state of each row's last verified position, `row.hidden_H`."""
@@ -84,6 +85,8 @@ class MedusaDrafter:
         confidence: float = 0.0,
     ) -> Proposal:
         """One pass through the heads for all rows; `wanted` bounds the depth of each. The heads know no `confidence`."""
+        if isinstance(self.tree, DynamicTree):
+            return self._propose_dynamic(self.tree, batch, wanted, watch)
         rows, wanted_B = batch.rows, batch.column(wanted)
         tree = self._topology(max(wanted), len(rows))
         growth = Growth.start(tree, batch, uniform_PBT, sampler=self.sampler, vocab_ids_C=self.vocab_ids_N)
@@ -100,6 +103,24 @@ class MedusaDrafter:
         return Proposal(
             growth.ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, None if self.tree is None else tree
         )
+
+    def _propose_dynamic(
+        self, tree: DynamicTree, batch: Batch, wanted: Sequence[int], watch: Stopwatch
+    ) -> Proposal:
+        """The likeliest nodes; the heads' logits at a depth are the same behind all of them."""
+        rows, depth = batch.rows, min(tree.depth, max(wanted))
+        with watch.phase("draft"):
+            logits_BKC = self.heads(_hidden(rows), depth)
+        growth = DynamicGrowth(tree, batch, self.vocab_ids_N)
+        for step in range(depth):
+            growth.add_children(logits_BKC[:, step, None].expand(-1, growth.ids_BL.shape[1], -1))
+            if step + 1 < depth:
+                growth.expand()
+        for row, num in zip(rows, wanted, strict=True):
+            row.times.num_draft_steps += 1 if num else 0
+        num_nodes, depth_B = max(1, min(tree.num_nodes, self.max_draft_tokens // len(rows))), batch.column(wanted).clamp(max=depth)
+        grown = growth.finish(num_nodes, depth_B)
+        return Proposal(grown.ids_BN, depth_B, None, grown.trees)
 
     def _topology(self, max_depth: int, num_rows: int) -> Tree:
         if self._prefix is None:

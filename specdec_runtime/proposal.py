@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner
+from specdec_runtime.layout import RowTrees
 from specdec_runtime.noise import NUM_PURPOSES
 from specdec_runtime.scheduler import Row
 from specdec_runtime.stopwatch import Stopwatch
@@ -20,13 +21,15 @@ class Proposal(NamedTuple):
     """A chain of up to `num_proposed_B` tokens per row, or a tree of which so many depths count.
 
     ids_BG: the chain, or the nodes of the tree. probs_BGN: the q that they were sampled from, at each position of the chain
-    or at `tree.inner`; None when they were chosen without chance (q is one-hot).
+    or at `tree.inner`; None when they were chosen without chance (q is one-hot). `draft_nodes_BN`: where the draft keeps a node
+    in another place than the target, see `Grown`.
     """
 
     ids_BG: Tensor
     num_proposed_B: Tensor
     probs_BGN: Optional[Tensor]
-    tree: Optional[Tree] = None
+    tree: Tree | RowTrees | None = None
+    draft_nodes_BN: Optional[Tensor] = None
 
     @property
     def num_drafted(self) -> int:

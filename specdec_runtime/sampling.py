@@ -155,21 +155,21 @@ class BatchSampling:
         if layout is None:
             offset_L = torch.arange(first_offset, first_offset + logits_BLN.shape[1], device=self.device)
             proposal_G = torch.arange(proposed_BG.shape[1], device=self.device)
-            lies_behind_LG = proposal_G < offset_L[:, None]
+            offset_BL, lies_behind_BLG = offset_L[None], (proposal_G < offset_L[:, None])[None]
         else:
-            offset_L, lies_behind_LG = layout.offsets_L, layout.sees_LT[:, 1 : 1 + proposed_BG.shape[1]]
+            offset_BL, lies_behind_BLG = layout.offsets_BL, layout.sees_BLT[:, :, 1 : 1 + proposed_BG.shape[1]]
         if self._bias_BV is not None:
             logits_BLN = logits_BLN + columns(self._bias_BV)[:, None]
         if self._repetition_B is not None and self._seen_BV is not None:
-            seen = columns(_seen_in_block(self._seen_BV, proposed_BG, lies_behind_LG))
+            seen = columns(_seen_in_block(self._seen_BV, proposed_BG, lies_behind_BLG))
             penalty = self._repetition_B[:, None, None]
             penalised = torch.where(logits_BLN > 0, logits_BLN / penalty, logits_BLN * penalty)
             logits_BLN = torch.where(seen, penalised, logits_BLN)
         if self._presence_B is not None and self._output_BV is not None:
-            seen = columns(_seen_in_block(self._output_BV, proposed_BG, lies_behind_LG))
+            seen = columns(_seen_in_block(self._output_BV, proposed_BG, lies_behind_BLG))
             logits_BLN = logits_BLN - self._presence_B[:, None, None] * seen
         if self._min_new_B is not None and self._stop_BV is not None:
-            too_early_BL = num_generated_B[:, None] + offset_L < self._min_new_B[:, None]
+            too_early_BL = num_generated_B[:, None] + offset_BL < self._min_new_B[:, None]
             logits_BLN = logits_BLN.masked_fill(
                 too_early_BL[:, :, None] & columns(self._stop_BV)[:, None], -torch.inf
             )
@@ -186,6 +186,11 @@ class BatchSampling:
             max_top_k=max(r.top_k or 0 for r in self.requests),
             has_greedy=any(r.temperature == 0 for r in self.requests),
         ).softmax(dim=-1)
+
+    def log_confidences(self, adjusted_BLN: Tensor) -> Tensor:
+        """Log-probabilities at each row's temperature, at 1 where that is 0, before top_k, top_p and min_p, fp32."""
+        temperature_B = self.temperature_B.masked_fill(self.temperature_B == 0, 1.0)
+        return (adjusted_BLN / temperature_B[:, None, None]).log_softmax(dim=-1)
 
     def _column(self, values: Sequence[float], neutral: float) -> Optional[Tensor]:
         if all(value == neutral for value in values):
@@ -208,10 +213,10 @@ class BatchSampling:
         return bias_BV
 
 
-def _seen_in_block(seen_BV: Tensor, proposed_BG: Tensor, lies_behind_LG: Tensor) -> Tensor:
+def _seen_in_block(seen_BV: Tensor, proposed_BG: Tensor, lies_behind_BLG: Tensor) -> Tensor:
     """[B, L, V]: what position l has behind it, its own proposals included."""
-    seen_BLV = seen_BV[:, None].repeat(1, lies_behind_LG.shape[0], 1)
+    seen_BLV = seen_BV[:, None].repeat(1, lies_behind_BLG.shape[1], 1)
     for k in range(proposed_BG.shape[1]):
         ids_BL1 = proposed_BG[:, k, None, None].expand(-1, seen_BLV.shape[1], 1)
-        seen_BLV.scatter_(2, ids_BL1, seen_BLV.gather(2, ids_BL1) | lies_behind_LG[:, k, None])
+        seen_BLV.scatter_(2, ids_BL1, seen_BLV.gather(2, ids_BL1) | lies_behind_BLG[:, :, k, None])
     return seen_BLV

@@ -6,6 +6,7 @@ root where that is -1. The target reads root and nodes as one block: the root at
 Shape legend: T positions of the block, N = T - 1 nodes, K most children of a position, D depth.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 
 _BRANCHES = {"chain": 1, "binary": 2, "ternary": 3}
-NAMES = "'chain4', 'binary3', 'ternary2' (kind and depth), or the branches of each depth, such as '3x2x1'"
+NAMES = (
+    "'chain4', 'binary3', 'ternary2' (kind and depth), the branches of each depth, such as '3x2x1', or 'dynamic16d4' (at most 16 "
+    "nodes, chosen in each round, at most 4 deep)"
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,18 @@ class Tree:
         return tuple(position for position, nodes in enumerate(self.children) if nodes)
 
     @property
-    def max_width(self) -> int:
-        """Most nodes of one depth."""
+    def num_lanes(self) -> int:
+        """Most nodes of one depth, which share a position: so many uniform numbers are needed for it."""
         return max(map(self.depths.count, range(1, self.depth + 1)))
+
+    @property
+    def num_draft_places(self) -> int:
+        """Places behind the root's that a draft's keys and values need."""
+        return self.num_nodes
+
+    def parent_table(self, device: torch.device) -> Tensor:
+        """[1, N]: `parents`, the same for all rows."""
+        return torch.tensor([self.parents], device=device)
 
     def prefix(self, *, max_depth: int, max_nodes: int) -> "Tree":
         """The first nodes, of up to this depth; both limits at least 1."""
@@ -121,6 +134,44 @@ class Tree:
         return torch.tensor([[*line, *[-1] * (self.depth - len(line))] for line in lines], device=device)
 
 
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree whose shape is chosen in each round, for each row, from what the draft is sure of (EAGLE-2, arXiv 2406.16858;
+    OPT-Tree, arXiv 2406.17276).
+
+    Args:
+        num_nodes: nodes that are verified. depth: most tokens that can be accepted.
+
+    Raises:
+        ValueError: fewer nodes than depths.
+    """
+
+    num_nodes: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < self.depth:
+            raise ValueError(
+                f"tree='dynamic{self.num_nodes}d{self.depth}': {self.num_nodes} nodes cannot be {self.depth} deep; give as many "
+                "nodes as depths, or more"
+            )
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes of a depth that get children, the likeliest ones: as wide as a draft's forward is below the root."""
+        return max(1, math.isqrt(self.num_nodes))
+
+    @property
+    def num_lanes(self) -> int:
+        """1: no node is drawn by chance, and one number per depth draws what the target says there."""
+        return 1
+
+    @property
+    def num_draft_places(self) -> int:
+        """Places behind the root's that a draft's keys and values need: those of the expanded nodes."""
+        return (self.depth - 1) * self.num_expanded
+
+
 def tree_of_branches(branches: Sequence[int]) -> Tree:
     """Every position of depth d has `branches[d]` children."""
     parents: list[int] = []
@@ -132,19 +183,25 @@ def tree_of_branches(branches: Sequence[int]) -> Tree:
     return Tree(tuple(parents))
 
 
-def make_tree(topology: str | Sequence[int], *, max_nodes: int) -> Tree:
+def make_tree(topology: str | Sequence[int], *, max_nodes: int) -> Tree | DynamicTree:
     """A tree from its name or its list of parents.
 
     Args:
-        topology: "chain4", "binary3", "ternary2", the branches of each depth as "3x2x1", or parents as in `Tree`.
+        topology: "chain4", "binary3", "ternary2", the branches of each depth as "3x2x1", "dynamic16d4" (nodes and depth), or
+            parents as in `Tree`.
         max_nodes: what `max_draft_tokens` allows.
 
     Raises:
-        ValueError: an unknown name, what `Tree` refuses, or more than `max_nodes` nodes.
+        ValueError: an unknown name, what the tree's class refuses, or more than `max_nodes` nodes.
     """
+    tree: Tree | DynamicTree | None
     if not isinstance(topology, (str, Sequence)):
         raise ValueError(f"tree={topology!r}: give {NAMES}, as text, or the list of parents")
-    if isinstance(topology, str):
+    dynamic = re.fullmatch(r"dynamic([1-9]\d?)d([1-9]\d?)", topology) if isinstance(topology, str) else None
+    if dynamic is not None:
+        num_nodes = int(dynamic[1])
+        tree = DynamicTree(num_nodes, int(dynamic[2])) if num_nodes <= max_nodes else None
+    elif isinstance(topology, str):
         branches = _branches_of(topology)
         num_nodes, level = 0, 1
         for num in branches:  # counted before it is built: "9x9x9x9x9x9x9x9" must not fill the memory

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.drafter import Drafter
+from specdec_runtime.forward import ModelRunner
 from specdec_runtime.layout import layout_of
 from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
@@ -84,13 +85,18 @@ class TreeDrafter(Drafter):
     ) -> Tensor:
         """Logits at positions of one depth. The root comes with the token before it, as in `Drafter.propose`."""
         if is_root:
-            last_two = [row.token_ids[-2:] for row in growth.batch.rows]
-            feed = torch.tensor(last_two, device=growth.ids_BN.device)
-            return self.runner.step(feed, lengths_B - 2, num_logits=1, **settings)
+            return step_from_root(self.runner, growth.batch, lengths_B, **settings)
         layout = layout_of(growth.tree, positions, growth.ids_BN.device)
-        feed = growth.ids_BN[:, layout.slots_L - 1]
+        feed = growth.ids_BN[:, layout.slots_BL[0] - 1]
         return self.runner.step(feed, lengths_B - 1, layout=layout, **settings)
 
     def settle(self, row: Row, *, num_accepted: int, num_drafted: int) -> None:
         """All accepted nodes but the last were fed, and lie behind the root; the last two committed tokens are fed again."""
         row.draft_valid = len(row.token_ids) + max(0, num_accepted - 1)
+
+
+def step_from_root(runner: ModelRunner, batch: Batch, lengths_B: Tensor, **settings: Any) -> Tensor:
+    """A draft's logits [B, 1, V] behind the last committed tokens, fed with the ones before them, as in `Drafter.propose`."""
+    last_two = [row.token_ids[-2:] for row in batch.rows]
+    feed = torch.tensor(last_two, device=batch.device)
+    return runner.step(feed, lengths_B - 2, num_logits=1, **settings)

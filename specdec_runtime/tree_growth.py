@@ -1,6 +1,7 @@
 """A tree of proposals under way: the children of each position, chosen from what proposes there.
 
-Shape legend: B rows, N nodes, L positions of one depth that have children, C ids that can be proposed, K children of a position.
+Shape legend: B rows, N nodes, L positions of one depth that have children, C ids that can be proposed, K children of a position,
+M positions of all rows.
 """
 
 from typing import NamedTuple, Optional
@@ -58,12 +59,16 @@ class Growth(NamedTuple):
             layout=layout_of(self.tree, positions, ids_BN.device),
         )
         q_BLC = None if self.noise_BN is None else sampling.warp(adjusted_BLC)
-        for i, position in enumerate(positions):
-            nodes = list(self.tree.children[position])
+        num_children = [len(self.tree.children[position]) for position in positions]
+        for num in sorted(set(num_children)):  # all that have as many at once
+            chosen = [i for i, own in enumerate(num_children) if own == num]
+            nodes = [node for i in chosen for node in self.tree.children[positions[i]]]
             if q_BLC is None or self.noise_BN is None:
-                columns_BK = adjusted_BLC[:, i].topk(len(nodes), dim=1).indices
+                columns_BLK = adjusted_BLC[:, chosen].topk(num, dim=2).indices
             else:
-                noise_BK = self.noise_BN[:, nodes]
-                columns_BK = sample_without_replacement(q_BLC[:, i], noise_BK, adjusted_BLC[:, i])
-            ids_BN[:, nodes] = columns_BK if self.vocab_ids_C is None else self.vocab_ids_C[columns_BK]
+                noise_MK = self.noise_BN[:, nodes].reshape(-1, num)
+                q_MC, ranking_MC = (x_BLC[:, chosen].flatten(0, 1) for x_BLC in (q_BLC, adjusted_BLC))
+                columns_BLK = sample_without_replacement(q_MC, noise_MK, ranking_MC)
+            columns_BN = columns_BLK.reshape(-1, len(nodes))
+            ids_BN[:, nodes] = columns_BN if self.vocab_ids_C is None else self.vocab_ids_C[columns_BN]
         return q_BLC

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_runtime.batch import Batch
 from specdec_runtime.forward import ModelRunner
-from specdec_runtime.layout import layout_of
+from specdec_runtime.layout import block_layout
 from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
 
@@ -25,7 +25,7 @@ def block_logits(target: ModelRunner, batch: Batch, proposal: Optional[Proposal]
     starts = [len(row.token_ids) - 1 for row in batch.rows]
     layout = None
     if proposal is not None and proposal.tree is not None:
-        layout = layout_of(proposal.tree, tuple(range(num_used)), target.device)
+        layout = block_layout(proposal.tree, target.device)
     logits = target.step(
         torch.cat(parts, dim=1), batch.column(starts), num_cached=max(starts) + width, layout=layout
     )
@@ -49,9 +49,7 @@ def last_accepted(batch: Batch, num_accepted: Sequence[int], path_BD: Optional[T
     return node_B1.squeeze(1) + 1  # a path that is empty is -1
 
 
-def keep_path(runners: Sequence[ModelRunner], batch: Batch, path_BD: Tensor) -> None:
+def keep_path(runner: ModelRunner, batch: Batch, path_BD: Tensor) -> None:
     """Moves the keys and values of accepted nodes to where committed tokens have theirs; before the rows commit them."""
-    roots_B = batch.column([len(row.token_ids) - 1 for row in batch.rows])
-    for runner in runners:
-        assert runner.cache is not None
-        runner.cache.keep_path(roots_B, path_BD)
+    assert runner.cache is not None
+    runner.cache.keep_path(batch.column([len(row.token_ids) - 1 for row in batch.rows]), path_BD)

@@ -5,11 +5,13 @@ V vocabulary, C ids that can be proposed (C = V, or a shortlist), K children. p 
 proposer's, both after all warpers, both fp32.
 """
 
-from typing import NamedTuple, Optional
+from collections.abc import Callable
+from typing import NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
 
+from specdec_runtime.layout import RowTrees
 from specdec_runtime.tree import Tree
 from specdec_runtime.verify import residual, sample_by_inverse_cdf
 
@@ -23,12 +25,19 @@ class TreeVerdict(NamedTuple):
     next_ids_B: Tensor
 
 
+class ByPosition(Protocol):
+    """Something of the target at one position of each row, `[rows_B, positions_B]`: a tensor [B, T, ...], or what computes it for the
+    few positions that are looked at."""
+
+    def __getitem__(self, index: tuple[Tensor, Tensor], /) -> Tensor: ...
+
+
 def verify_tree(
     tree: Tree,
     *,
     draft_ids_BN: Tensor,
     max_depth_B: Tensor,
-    target_probs_BTV: Tensor,
+    target_probs_BTV: ByPosition,
     draft_probs_BIC: Optional[Tensor] = None,
     draft_vocab_ids_C: Optional[Tensor] = None,
     accept_uniform_BN: Tensor,
@@ -59,29 +68,25 @@ def verify_tree(
     inner_of_T = torch.zeros(tree.num_nodes + 1, dtype=torch.long, device=device)
     inner_of_T[list(tree.inner)] = torch.arange(len(tree.inner), device=device)
 
-    at_B, p_BV, path = torch.zeros_like(max_depth_B), target_probs_BTV[:, 0], []
+    at_B, path = torch.zeros_like(max_depth_B), []
+    p_BV = target_probs_BTV[rows_B, at_B]
     goes_on_B = torch.ones_like(max_depth_B, dtype=torch.bool)
     for depth in range(tree.depth):
         goes_on_B = goes_on_B & (depth < max_depth_B)
-        found_B = torch.full_like(at_B, -1)
-        q_BV = torch.zeros_like(p_BV)
-        if draft_probs_BIC is not None:
+        child_BK = children_TK[at_B, : tree.max_children_at(depth)]
+        node_BK = child_BK.clamp(min=0)
+        siblings = _Siblings(
+            ids_BK=draft_ids_BN.gather(1, node_BK),
+            is_there_BK=goes_on_B[:, None] & (child_BK >= 0),
+            uniform_BK=accept_uniform_BN.gather(1, node_BK),
+        )
+        if draft_probs_BIC is None:
+            rank_B, p_BV = _try_in_turn(siblings, p_BV, torch.zeros_like(p_BV), None)
+        else:
             q_BC = draft_probs_BIC[rows_B, inner_of_T[at_B]]
-            q_BV = q_BC if draft_vocab_ids_C is None else q_BV.index_copy(1, draft_vocab_ids_C, q_BC)
-        for rank in range(tree.max_children_at(depth)):
-            child_B = children_TK[at_B, rank]
-            is_tried_B = goes_on_B & (found_B < 0) & (child_B >= 0)
-            node_B1 = child_B.clamp(min=0)[:, None]
-            ids_B1 = draft_ids_BN.gather(1, node_B1)
-            drawn_from_BV = _drawn_from(q_BV, ids_B1)
-            u_B1 = accept_uniform_BN.gather(1, node_B1)
-            stands_B = (u_B1 * drawn_from_BV.gather(1, ids_B1) < p_BV.gather(1, ids_B1)).squeeze(1)
-            found_B = torch.where(is_tried_B & stands_B, child_B, found_B)
-            fallen_BV = residual(p_BV, drawn_from_BV, None)
-            fallen_BV = fallen_BV / fallen_BV.sum(dim=1, keepdim=True)
-            p_BV = torch.where((is_tried_B & ~stands_B)[:, None], fallen_BV, p_BV)
-            q_BV = _without(q_BV, ids_B1)
-        goes_on_B = found_B >= 0
+            rank_B, p_BV = _try_in_turn(siblings, p_BV, q_BC, draft_vocab_ids_C)
+        goes_on_B = rank_B >= 0
+        found_B = child_BK.gather(1, rank_B.clamp(min=0)[:, None]).squeeze(1).masked_fill(~goes_on_B, -1)
         at_B = torch.where(goes_on_B, found_B + 1, at_B)
         p_BV = torch.where(goes_on_B[:, None], target_probs_BTV[rows_B, at_B], p_BV)
         path.append(found_B)
@@ -91,31 +96,98 @@ def verify_tree(
     return TreeVerdict(num_accepted_B, path_BD, sample_by_inverse_cdf(p_BV, next_u_B))
 
 
+class _Siblings(NamedTuple):
+    """The children of one position of each row. `is_there_BK`: false where a row has fewer, and where it has stopped before."""
+
+    ids_BK: Tensor
+    is_there_BK: Tensor
+    uniform_BK: Tensor
+
+
+def _try_in_turn(
+    siblings: _Siblings, p_BV: Tensor, q_BC: Tensor, columns_C: Optional[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(rank of the child that stands or -1, [B]; what p has become when all fell, [B, V]). columns_C: ids of q's columns, None for all."""
+    stood_B = torch.full_like(siblings.ids_BK[:, 0], -1)
+    columns_BC = None if columns_C is None else columns_C.expand_as(q_BC)
+    column_BK = siblings.ids_BK if columns_C is None else torch.searchsorted(columns_C, siblings.ids_BK)
+    for rank in range(siblings.ids_BK.shape[1]):
+        ids_B1, u_B1 = siblings.ids_BK[:, rank, None], siblings.uniform_BK[:, rank, None]
+        is_tried_B = siblings.is_there_BK[:, rank] & (stood_B < 0)
+        column_B1 = column_BK[:, rank, None]
+        drawn_from_BC = _drawn_from(q_BC, column_B1)
+        stands_B = (u_B1 * drawn_from_BC.gather(1, column_B1) < p_BV.gather(1, ids_B1)).squeeze(1)
+        stood_B = torch.where(is_tried_B & stands_B, rank, stood_B)
+        falls_B = is_tried_B & ~stands_B
+        if not p_BV.is_cuda and not bool(falls_B.any()):
+            break  # the rest would change nothing; a GPU would have to wait to know
+        fallen_BV = residual(p_BV, drawn_from_BC, columns_BC)
+        fallen_BV = fallen_BV / fallen_BV.sum(dim=1, keepdim=True)
+        p_BV = torch.where(falls_B[:, None], fallen_BV, p_BV)
+        q_BC = _without(q_BC, column_B1)
+    return stood_B, p_BV
+
+
 def verify_tree_by_argmax(
-    tree: Tree, *, draft_ids_BN: Tensor, max_depth_B: Tensor, target_ids_BT: Tensor
+    tree: Tree | RowTrees, *, draft_ids_BN: Tensor, max_depth_B: Tensor, target_ids_BT: ByPosition
 ) -> TreeVerdict:
     """The same at temperature 0: the path of nodes that are p's argmax, then the argmax behind them.
 
     Args:
         draft_ids_BN: siblings differ. target_ids_BT: argmax of p at each position.
     """
-    device = draft_ids_BN.device
-    children_TK = tree.child_table(device)
-    at_B, path = torch.zeros_like(max_depth_B), []
-    goes_on_B = torch.ones_like(max_depth_B, dtype=torch.bool)
+    rows_B = torch.arange(draft_ids_BN.shape[0], device=draft_ids_BN.device)
+    return _walk(tree, draft_ids_BN, max_depth_B, lambda at_B, num_accepted_B: target_ids_BT[rows_B, at_B])
+
+
+def verify_tree_by_draws(
+    tree: Tree | RowTrees,
+    *,
+    draft_ids_BN: Tensor,
+    max_depth_B: Tensor,
+    target_probs_BTV: ByPosition,
+    next_uniform_BE: Tensor,
+) -> TreeVerdict:
+    """For nodes that were chosen without chance: each token is drawn from p itself, and where a node has it, the walk goes on there.
+
+    So the committed tokens follow p whatever the nodes are, if only they do not depend on these draws; with the same uniform
+    numbers they are the tokens of plain decoding. A node stands as often as in `verify_tree` with a one-hot q, with probability
+    p(x): a point mass takes nothing from p but its own point.
+
+    Args:
+        draft_ids_BN: siblings differ. next_uniform_BE: independent uniform numbers in [0, 1).
+    """
+    rows_B = torch.arange(draft_ids_BN.shape[0], device=draft_ids_BN.device)
+
+    def drawn_at(at_B: Tensor, num_accepted_B: Tensor) -> Tensor:
+        return sample_by_inverse_cdf(target_probs_BTV[rows_B, at_B], next_uniform_BE[rows_B, num_accepted_B])
+
+    return _walk(tree, draft_ids_BN, max_depth_B, drawn_at)
+
+
+def _walk(
+    tree: Tree | RowTrees,
+    draft_ids_BN: Tensor,
+    max_depth_B: Tensor,
+    token_at: Callable[[Tensor, Tensor], Tensor],
+) -> TreeVerdict:
+    """From the root to the child that is the target's token, while there is one. `token_at(position, depth)`: that token."""
+    parents_BN = tree.parent_table(draft_ids_BN.device)
+    at_B = num_accepted_B = torch.zeros_like(max_depth_B)
+    path_BD = max_depth_B.new_full((len(max_depth_B), tree.depth), -1)
+    goes_on_B, next_ids_B = num_accepted_B < max_depth_B, token_at(at_B, num_accepted_B)
     for depth in range(tree.depth):
-        goes_on_B = goes_on_B & (depth < max_depth_B)
-        wanted_B1 = target_ids_BT.gather(1, at_B[:, None])
-        child_BK = children_TK[at_B]
-        is_right_BK = (draft_ids_BN.gather(1, child_BK.clamp(min=0)) == wanted_B1) & (child_BK >= 0)
-        first_B1 = is_right_BK.long().argmax(dim=1, keepdim=True)
-        goes_on_B = goes_on_B & is_right_BK.any(dim=1)
-        found_B = child_BK.gather(1, first_B1).squeeze(1).masked_fill(~goes_on_B, -1)
-        at_B = torch.where(goes_on_B, found_B + 1, at_B)
-        path.append(found_B)
-    path_BD = torch.stack(path, dim=1)
-    next_ids_B = target_ids_BT.gather(1, at_B[:, None]).squeeze(1)
-    return TreeVerdict((path_BD >= 0).sum(dim=1), path_BD, next_ids_B)
+        is_next_BN = (parents_BN == at_B[:, None] - 1) & (draft_ids_BN == next_ids_B[:, None])
+        goes_on_B = goes_on_B & is_next_BN.any(dim=1)
+        if not goes_on_B.is_cuda and not bool(goes_on_B.any()):
+            break  # a GPU would have to wait to know
+        node_B = is_next_BN.long().argmax(dim=1)
+        path_BD[:, depth] = torch.where(goes_on_B, node_B, -1)
+        at_B = torch.where(goes_on_B, node_B + 1, at_B)
+        num_accepted_B = num_accepted_B + goes_on_B
+        next_ids_B = token_at(at_B, num_accepted_B)
+        goes_on_B = goes_on_B & (num_accepted_B < max_depth_B)
+    return TreeVerdict(num_accepted_B, path_BD, next_ids_B)
 
 
 def verify_tree_by_verdicts(
@@ -161,13 +233,13 @@ def sample_without_replacement(probs_BC: Tensor, uniform_BK: Tensor, ranking_BC:
     return torch.cat(columns, dim=1)
 
 
-def _drawn_from(left_BV: Tensor, ids_B1: Tensor) -> Tensor:
+def _drawn_from(left_BC: Tensor, column_B1: Tensor) -> Tensor:
     """The distribution that a child was drawn from: what is left of q, renormalised, or one-hot where nothing is."""
-    mass_B1 = left_BV.sum(dim=1, keepdim=True)
-    one_hot_BV = torch.zeros_like(left_BV).scatter_(1, ids_B1, 1.0)
-    return torch.where(mass_B1 > 0, left_BV / mass_B1, one_hot_BV)
+    mass_B1 = left_BC.sum(dim=1, keepdim=True)
+    one_hot_BC = torch.zeros_like(left_BC).scatter_(1, column_B1, 1.0)
+    return torch.where(mass_B1 > 0, left_BC / mass_B1, one_hot_BC)
 
 
-def _without(q_BV: Tensor, ids_B1: Tensor) -> Tensor:
+def _without(q_BC: Tensor, column_B1: Tensor) -> Tensor:
     """q with a child that was tried taken out; not renormalised."""
-    return q_BV.scatter(1, ids_B1, 0.0)
+    return q_BC.scatter(1, column_B1, 0.0)

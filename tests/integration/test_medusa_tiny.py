@@ -12,8 +12,10 @@ from tests.conftest import run_module
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run(folder: Path, *words: str, experiment: str = "tiny_medusa") -> subprocess.CompletedProcess[str]:
-    return run_module("pipeline", f"+experiment={experiment}", *words, folder=folder, timeout_s=500)
+def run(
+    folder: Path, *words: str, experiment: str = "tiny_medusa", module: str = "pipeline"
+) -> subprocess.CompletedProcess[str]:
+    return run_module(module, f"+experiment={experiment}", *words, folder=folder, timeout_s=500)
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +82,13 @@ def test_draft_chains_and_trees_heads_and_ngrams_in_one_benchmark(folder: Path) 
     minutes = result["settings"]["training_minutes"]
     assert minutes["distilled"] >= 0 and minutes["medusa"] >= 0
     assert "what proposes" in done.stdout
+
+
+def test_the_search_for_a_tree_ends_with_a_setting(folder: Path) -> None:
+    done = run(folder, "tree_search.max_nodes=4", "tree_search.max_seconds=5", module="pipeline.tree_search")
+    assert done.returncode == 0, done.stderr
+    (result,) = (folder / "artifacts" / "tree_search").glob("*/tree_search.json")
+    written = json.loads(result.read_text())
+    assert done.stdout.strip().splitlines()[-1] == f"use: {written['setting']}"
+    assert len(written["times"]["heads_ms"]) == len(written["acceptance_by_rank"]) == 2
+    assert any(row["way"].startswith("tree dynamic") for row in written["measured"])

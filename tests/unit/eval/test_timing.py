@@ -24,7 +24,7 @@ def test_medians_are_of_alternated_runs_without_the_warm_up(monkeypatch: pytest.
         return step
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s)
-    medians = timing._alternated_medians([step_of(i) for i in range(3)], torch.device("cpu"), 5, 100.0)
+    medians = timing.alternated_medians([step_of(i) for i in range(3)], torch.device("cpu"), 5, 100.0)
     assert medians == pytest.approx([1.0, 2.0, 3.0])
     assert calls[6:12] in ([2, 1, 0, 0, 1, 2], [0, 1, 2, 2, 1, 0])
     assert len(calls) == 3 * 7
@@ -32,7 +32,7 @@ def test_medians_are_of_alternated_runs_without_the_warm_up(monkeypatch: pytest.
 
 def test_a_time_limit_leaves_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    timing._alternated_medians([lambda: calls.append(1)], torch.device("cpu"), 50, max_seconds=0.0)
+    timing.alternated_medians([lambda: calls.append(1)], torch.device("cpu"), 50, max_seconds=0.0)
     assert len(calls) == 3
 
 
@@ -58,7 +58,7 @@ def test_heads_are_timed_beside_each_other(
     make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One target, and for each head the draft's steps over one and two tokens, in the order of the heads."""
-    monkeypatch.setattr(timing, "_alternated_medians", lambda steps, *_: [float(i) for i in range(1, len(steps) + 1)])
+    monkeypatch.setattr(timing, "alternated_medians", lambda steps, *_: [float(i) for i in range(1, len(steps) + 1)])
     monkeypatch.setattr(timing, "measure_overhead_ms", lambda *_, draft_vocab_ids, **__: 0.5 if draft_vocab_ids is None else 9.0)
     heads = [torch.tensor([3, 5, 9]), None]
     narrow, whole = measure_head_times(make_model(0), make_model(1, num_layers=1), heads, max_gamma=2, context_tokens=20)

@@ -13,7 +13,7 @@ from tests.unit.runtime.test_losslessness_sampled import ALPHA, CASES, p_value
 
 NUM_NEW = 40
 UNEVEN = [-1, -1, -1, 0, 0, 1, 3, 3, 5]
-TREES = [None, "binary3", "3x2", "chain3", UNEVEN]
+TREES = [None, "binary3", "3x2", "chain3", "dynamic9d3", UNEVEN]
 
 
 def decoder(target, heads, **config) -> SpeculativeDecoder:
@@ -175,7 +175,7 @@ def small(llama):
     return target, heads
 
 
-@pytest.mark.parametrize("tree", [None, "3x2"])
+@pytest.mark.parametrize("tree", [None, "3x2", "dynamic5d2"])
 @pytest.mark.parametrize("name", ["temperature", "top_k", "all"])
 def test_outputs_follow_the_target(small, name, tree):
     config = {"drafter": "medusa", "num_speculative_tokens": 2, "tree": tree}
@@ -289,7 +289,7 @@ def test_heads_in_bfloat16_know_their_target(target, heads):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("tree", [None, "3x2"])
+@pytest.mark.parametrize("tree", [None, "3x2", "dynamic9d3"])
 def test_cuda_graphs_keep_the_hidden_states(llama, prompts, tree):
     target = llama(seed=0, num_layers=3).cuda()
     heads = heads_of_target(target, num_heads=3, num_layers=1)
