@@ -8,6 +8,7 @@
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+#: In a checkpoint: how many bytes each of its files has, by which one that lost its end is known.
+SIZES = "sizes.json"
 
 
 @dataclass
@@ -57,7 +63,10 @@ class CheckpointStore:
         if not path.exists():
             _write_json(path, call)
             return
-        before = json.loads(path.read_text())
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: delete the folder {self.output_dir} to train anew") from error
         if before != call:
             changed = sorted(name for name in {**before, **call} if before.get(name) != call.get(name))
             raise ValueError(
@@ -67,18 +76,23 @@ class CheckpointStore:
 
     def latest(self) -> tuple[Path, Progress] | None:
         """The newest whole checkpoint and its progress, or None."""
-        found = [path for path in self.checkpoint_dir.glob("checkpoint-*") if (path / "progress.json").exists()]
-        if not found:
-            return None
-        path = max(found, key=_step_of)
-        return path, _read_progress(path / "progress.json")
+        for path in sorted(self.checkpoint_dir.glob("checkpoint-*"), key=_step_of, reverse=True):
+            try:
+                _require_whole(path)
+                return path, _read_progress(path / "progress.json")
+            except (OSError, ValueError) as error:
+                logger.warning("%s is damaged, as after a power cut, and is not used: %s", path, error)
+        return None
 
     def publish(self, progress: Progress) -> None:
         """Make the checkpoint that the trainer wrote to `incoming_dir` the current one and drop what it replaces."""
         name = f"checkpoint-{progress.step}"
-        _write_json(self.incoming_dir / name / "progress.json", asdict(progress))
+        incoming = self.incoming_dir / name
+        _write_json(incoming / "progress.json", asdict(progress))
+        files = [path for path in incoming.rglob("*") if path.is_file()]
+        _write_json(incoming / SIZES, {str(path.relative_to(incoming)): path.stat().st_size for path in files})
         shutil.rmtree(self.checkpoint_dir / name, ignore_errors=True)
-        (self.incoming_dir / name).rename(self.checkpoint_dir / name)
+        incoming.rename(self.checkpoint_dir / name)
         for old in self.checkpoint_dir.glob("checkpoint-*"):
             if old.name != name:
                 shutil.rmtree(old)
@@ -127,6 +141,15 @@ def _read_progress(path: Path) -> Progress:
     values = json.loads(path.read_text())
     values["curve"] = [(step, acceptance) for step, acceptance in values["curve"]]  # JSON has lists only
     return Progress(**values)
+
+
+def _require_whole(checkpoint: Path) -> None:
+    """Raises ValueError for a file that is shorter than it was written, OSError for one that is gone."""
+    sizes = checkpoint / SIZES
+    for name, num_bytes in json.loads(sizes.read_text()).items() if sizes.is_file() else ():
+        found = (checkpoint / name).stat().st_size
+        if found != num_bytes:
+            raise ValueError(f"{name} has {found} of {num_bytes} bytes")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -123,6 +123,13 @@ class LossConfig:
             raise ValueError(f"loss.temperature={self.temperature}: must be > 0")
         if not 0.0 <= self.jsd_beta <= 1.0:
             raise ValueError(f"loss.jsd_beta={self.jsd_beta}: must be within 0 (forward KL) and 1 (reverse KL)")
+        if self.lk_eta < 0:
+            raise ValueError(f"loss.lk_eta={self.lk_eta}: must be >= 0 (0 is forward KL alone)")
+
+    @property
+    def needs_cached_probabilities(self) -> bool:
+        """Whether the corpus must hold the target's probabilities: cross entropy alone needs its tokens only."""
+        return self.teacher == "cached" and any(weight > 0 for name, weight in self.weights.items() if name != "cross_entropy")
 
 
 @dataclass
@@ -226,9 +233,13 @@ class TrainConfig:
         for name in ("learning_rate", "num_epochs", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be > 0")
-        for name in ("warmup_fraction", "min_lr_fraction", "adam_beta2"):
+        for name in ("warmup_fraction", "min_lr_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be within 0 and 1")
+        if self.weight_decay < 0 or not 0.0 <= self.adam_beta2 < 1.0:
+            raise ValueError(
+                f"train.weight_decay={self.weight_decay} must be >= 0 and train.adam_beta2={self.adam_beta2} at least 0 and below 1"
+            )
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError(f"train.max_minutes={self.max_minutes}: must be > 0, or null for no time budget")
         if self.max_steps is not None and self.max_steps < 1:

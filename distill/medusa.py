@@ -26,7 +26,7 @@ from distill.preconditions import require_matching_forward
 from distill.processes import Processes
 from distill.schedule import BudgetClock
 from distill.topk import remap_table
-from distill.train import TrainResult, result_of, rows_digest
+from distill.train import TrainResult, require_cached, result_of, rows_digest
 from distill.training_run import OnMetrics, TrainingRun
 from specdec_runtime.medusa_heads import MedusaHeads
 
@@ -60,6 +60,7 @@ def train_medusa(
     """
     heads.require_target(target)
     refuse_for_medusa(train)
+    require_cached(loss, train_rows)
     store = _HeadsStore(Path(output_dir), _describe(heads, train_rows, loss, train))
     if store.result() is not None:
         return result_of(store)

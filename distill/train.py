@@ -67,6 +67,7 @@ def train_draft(
     `output_dir`).
     """
     _check(loss, target, vocab_ids, draft)
+    require_cached(loss, train_rows)
     _check_reference(train, reference_losses, train_rows)
     if train.liger:
         require_liger()
@@ -138,6 +139,17 @@ def _check(
     num_ids = draft.get_output_embeddings().weight.shape[0]
     if vocab_ids is not None and not 0 <= vocab_ids[0] <= vocab_ids[-1] < num_ids:
         raise ValueError(f"vocab_ids reaches from {vocab_ids[0]} to {vocab_ids[-1]}: the draft's head has ids 0 to {num_ids - 1}")
+
+
+def require_cached(loss: LossConfig, rows: Dataset) -> None:
+    """Raise ValueError where a loss would be 0 at every position: its target probabilities were not stored."""
+    if not loss.needs_cached_probabilities or "topk_ids" not in rows.column_names or not len(rows):
+        return
+    if not any(rows[0]["topk_ids"]):
+        raise ValueError(
+            f"loss.teacher=cached with loss.weights={dict(loss.weights)}: the corpus stores none of the target's probabilities "
+            "(corpus.topk=0); make one that does, or choose loss.teacher=online or loss=cross_entropy"
+        )
 
 
 def _check_reference(train: TrainConfig, reference_losses: Sequence[np.ndarray] | None, rows: Dataset) -> None:

@@ -20,6 +20,12 @@ class WarperConfig:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    def __post_init__(self) -> None:
+        if (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(
+                f"eval.warpers: top_k={self.top_k} must be >= 1 or null, top_p={self.top_p} in (0, 1], min_p={self.min_p} in [0, 1]"
+            )
+
 
 @dataclass
 class EvalConfig:
@@ -55,7 +61,8 @@ class EvalConfig:
         unknown = sorted(set(self.samplers) - set(SAMPLERS))
         if unknown or not self.samplers:
             raise ValueError(f"eval.samplers={list(self.samplers)}: choose from {list(SAMPLERS)}")
-        for name in ("num_prompts", "max_new_tokens", "max_gamma", "decoded_tokens", "viewer_gamma"):
+        positive = ("num_prompts", "max_new_tokens", "max_gamma", "decoded_tokens", "viewer_gamma", "batch_tokens", "num_bootstrap")
+        for name in (*positive, *(("max_prompts",) if self.max_prompts is not None else ())):
             if getattr(self, name) < 1:
                 raise ValueError(f"eval.{name}={getattr(self, name)}: must be >= 1")
         for name in ("num_decoded_prompts", "num_viewer_prompts"):
@@ -167,10 +174,9 @@ class BenchConfig:
                 f"bench.num_warmup_prompts={self.num_warmup_prompts} must be >= 0, "
                 f"bench.num_check_prompts={self.num_check_prompts} must be >= 1"
             )
-        if self.num_prompts < 1 or self.max_new_tokens < 1:
-            raise ValueError(
-                f"bench.num_prompts={self.num_prompts}, bench.max_new_tokens={self.max_new_tokens}: must be >= 1"
-            )
+        for name in ("num_prompts", "max_new_tokens", "num_bootstrap"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"bench.{name}={getattr(self, name)}: must be >= 1")
 
     def _check_random_shapes(self) -> None:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:

@@ -16,7 +16,8 @@ from pipeline.errors import (
     EXIT_USER_MISTAKE,
     GateFailure,
     describe,
-    is_user_mistake,
+    message_of,
+    print_anything,
 )
 
 
@@ -42,14 +43,15 @@ class _Jobs:
             self.gate_failures.append(str(failure))
             print(f"\ngate: {failure}", file=sys.stderr)
         except Exception as error:  # here and not in main(): Hydra would add lines of its own
-            if is_user_mistake(error):
-                _refuse(describe(error))
+            if (message := message_of(error)) is not None:
+                _refuse(message)
             traceback.print_exc()
             sys.exit(EXIT_CRASH)
 
 
 def main() -> None:
     """Run the pipeline and end the process with the exit code that `pipeline/errors.py` lists."""
+    print_anything()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Hydra then hands its errors over instead of printing them and leaving with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"

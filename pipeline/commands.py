@@ -14,7 +14,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import conf_dir, register_schema, to_config
-from pipeline.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_USER_MISTAKE, describe, is_user_mistake
+from pipeline.errors import (
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_USER_MISTAKE,
+    describe,
+    message_of,
+    print_anything,
+)
 from pipeline.schema import Config
 
 Plan = TypeVar("Plan")
@@ -22,6 +29,7 @@ Plan = TypeVar("Plan")
 
 def run_command(command: Callable[[list[str]], None]) -> None:
     """Call `command` with the words of the command line, and end the process with an exit code of `pipeline/errors.py`."""
+    print_anything()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         command(sys.argv[1:])
@@ -29,8 +37,8 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         print("\ninterrupted: the same command goes on from here", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if is_user_mistake(error):
-            print(f"error: {describe(error)}", file=sys.stderr)
+        if (message := message_of(error)) is not None:
+            print(f"error: {message}", file=sys.stderr)
             sys.exit(EXIT_USER_MISTAKE)
         traceback.print_exc()
         sys.exit(EXIT_CRASH)

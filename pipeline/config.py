@@ -1,8 +1,10 @@
 """Hydra's side of the configuration: where the YAML files lie, the schema, and checked objects out of them."""
 
-from dataclasses import fields, is_dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +47,12 @@ def to_config(composed: DictConfig) -> Config:
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: no such setting; --cfg job lists all that there are")
     config = cast(Config, OmegaConf.to_object(composed))
+    for name, number in _numbers(asdict(config)):
+        if not math.isfinite(number):  # nan passes every comparison, and so the checks of the groups
+            raise ValueError(f"{name}={number}: give a finite number, or null where the setting allows it")
+    for seed in (config.seed, config.corpus.seed, config.train.seed, config.eval.seed, config.bench.seed):
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed}: choose one from 0 to {2**32 - 1}, which all random generators take")
     _check_stages(config.stages)
     # A null would mean the embedded target, a copied draft, self-asked prompts; the options that need a place say "".
     for field, value in (
@@ -62,11 +70,32 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(
             f"target.path={config.target.path} and target.random are both set: choose one target"
         )
+    if config.target.revision is not None and (config.target.path is None or Path(config.target.path).is_dir()):
+        raise ValueError(
+            f"target.revision={config.target.revision}: only a Hugging Face id as target.path has revisions; leave it null"
+        )
     if config.target.path is not None and config.target.name == TargetConfig().name:
         config.target.name = Path(config.target.path).name  # the embedded target's name would be a lie
+    if "distill" in config.stages:
+        _check_training(config)
     if config.draft.init_is_medusa:
         _check_medusa(config)
     return config
+
+
+def _check_training(config: Config) -> None:
+    """What would come to nothing, without a word."""
+    if config.loss.needs_cached_probabilities and config.corpus.topk == 0:
+        raise ValueError(
+            f"corpus.topk=0 stores none of the target's probabilities, which loss.weights={dict(config.loss.weights)} trains on: raise "
+            "it, or choose loss.teacher=online or loss=cross_entropy"
+        )
+    for name in ("min_speedup", "min_acceptance"):
+        if getattr(config.gate, name) is not None and "export" not in config.stages:
+            raise ValueError(
+                f"gate.{name}={getattr(config.gate, name)} is held against the report, which the export stage writes: add export to "
+                "stages, or leave the gate out"
+            )
 
 
 def _check_medusa(config: Config) -> None:
@@ -106,6 +135,18 @@ def unknown_keys(node: DictConfig, prefix: str = "") -> list[str]:
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
             unknown += unknown_keys(value, f"{prefix}{key!s}.")
     return unknown
+
+
+def _numbers(values: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """Every float in nested dictionaries and lists, with its name."""
+    if isinstance(values, float):
+        yield field, values
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            yield from _numbers(value, f"{field}.{name}" if field else str(name))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _numbers(value, field)
 
 
 def _check_stages(stages: list[str]) -> None:

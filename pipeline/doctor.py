@@ -28,7 +28,7 @@ from pipeline.doctor_prompts import (
     self_asked_prompts,
 )
 from pipeline.doctor_verdict import Answer, answer_of, probe_table
-from pipeline.errors import EXIT_USER_MISTAKE, describe, is_user_mistake
+from pipeline.errors import EXIT_USER_MISTAKE, message_of
 from pipeline.models import DTYPES, load_causal_lm, load_tokenizer, obtain_model
 from pipeline.pair import inspect_pair
 from specdec_runtime.loading import read_vocab_shortlist
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_args(arguments)
     try:
         sys.exit(run_doctor(options))
-    except ValueError as error:
-        if not is_user_mistake(error):
+    except Exception as error:
+        if (message := message_of(error)) is None:
             raise
-        print(f"error: {describe(error)}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(EXIT_USER_MISTAKE)
 
 
@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="folder or Hugging Face id")
-    parser.add_argument("draft", help="folder or Hugging Face id")
+    parser.add_argument("target", nargs="?", help="folder or Hugging Face id")
+    parser.add_argument("draft", nargs="?", help="folder or Hugging Face id")
     parser.add_argument(
         "--prompts", metavar="FILE", help="jsonl, csv, parquet or text; else the target invents questions"
     )
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """The exit code. Raises ValueError for a model that cannot be had and for wrong options."""
+    if options.draft is None:
+        raise ValueError('name two models, the target and the draft, as in make doctor PAIR="target draft": folders or Hugging Face ids')
     settings = _settings(options)
     folders = {who: obtain_model(getattr(options, who), field=who) for who in ("target", "draft")}
     chat = not options.plain_text

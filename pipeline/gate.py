@@ -17,7 +17,7 @@ def gate_failures(report: Report, gate: GateConfig) -> list[str]:
             failures.append(
                 f"gate.min_speedup={gate.min_speedup}: no speedup of the distilled draft was measured"
             )
-        elif speedup["walltime_speedup"] < gate.min_speedup:
+        elif not speedup["walltime_speedup"] >= gate.min_speedup:  # a NaN reaches nothing
             failures.append(
                 f"gate.min_speedup={gate.min_speedup}: the best measured speedup is {speedup['walltime_speedup']:.3f} "
                 f"(gamma {speedup['gamma']}, temperature {speedup['temperature']:g})"
@@ -27,7 +27,7 @@ def gate_failures(report: Report, gate: GateConfig) -> list[str]:
             failures.append(
                 f"gate.min_acceptance={gate.min_acceptance}: no acceptance of the distilled draft was measured"
             )
-        elif acceptance["value"] < gate.min_acceptance:
+        elif not acceptance["value"] >= gate.min_acceptance:
             failures.append(
                 f"gate.min_acceptance={gate.min_acceptance}: the distilled draft's acceptance_rate is {acceptance['value']:.3f} "
                 f"(temperature {acceptance['temperature']:g}, sampler {acceptance['sampler']})"

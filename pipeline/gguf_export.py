@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from gguf import GGUFReader
 
 from pipeline.compat import read_json
-from pipeline.errors import EXIT_USER_MISTAKE, describe, is_user_mistake
+from pipeline.errors import EXIT_USER_MISTAKE, message_of
 from pipeline.gguf_export_model import FILE_TYPES, write_gguf
 from pipeline.models import load_causal_lm, load_tokenizer, obtain_model
 from pipeline.store import write_json
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         for path in export_gguf(options.pair, options.out, options.types, options.trust_remote_code):
             print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")
-    except ValueError as error:
-        if not is_user_mistake(error):
+    except Exception as error:
+        if (message := message_of(error)) is None:
             raise
-        print(f"error: {describe(error)}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(EXIT_USER_MISTAKE)
     sys.exit(0)
 

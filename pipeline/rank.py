@@ -22,7 +22,7 @@ from pipeline.estimates import kv_bytes_per_token, num_parameters, weight_bytes
 from pipeline.eval_rows import EvalRows, answered_rows, eval_rows, fitting
 from pipeline.finished import finished_context, finished_folders
 from pipeline.models import ModelRef, load_causal_lm, load_tokenizer, resolve_target
-from pipeline.rank_candidates import Candidate, candidates_of
+from pipeline.rank_candidates import Candidate, candidates_of, require_words
 from pipeline.rank_measure import Outlook, Row, measure_speedups, outlooks
 from pipeline.rank_table import rank_row, rank_table, sort_rows
 from pipeline.report import describe_machine
@@ -45,6 +45,7 @@ def main(words: Sequence[str]) -> None:
     """
     settings = [word for word in words if _SETTING.match(word) or word.startswith("-")]
     drafts = [word for word in words if word not in settings]
+    require_words(drafts)
     rank(compose_config(settings), drafts)
 
 

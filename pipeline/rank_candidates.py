@@ -40,16 +40,9 @@ def candidates_of(
     """One candidate per word, in order: `undistilled` and `distilled`, folders, or Hugging Face ids.
 
     Raises:
-        ValueError: no words, a draft named twice, or `distilled` without a finished distill stage.
+        ValueError: as `require_words`, or `distilled` without a finished distill stage.
     """
-    if not words:
-        raise ValueError(
-            "no drafts to rank: name folders or Hugging Face ids, or `undistilled` and `distilled` for this "
-            'configuration\'s own, as in make rank DRAFTS="undistilled distilled path/to/draft"'
-        )
-    repeated = sorted({word for word in words if words.count(word) > 1})
-    if repeated:
-        raise ValueError(f"drafts named twice: {', '.join(repeated)}")
+    require_words(words)
     if distill_folder is None and (own := [word for word in words if word in OWN_DRAFTS]):
         raise ValueError(
             f"{', '.join(own)}: the distill stage is not finished for this configuration; run make distill first, "
@@ -60,6 +53,18 @@ def candidates_of(
         _own(word, distill_folder, config) if word in OWN_DRAFTS and distill_folder else _other(name, word, config, target)
         for name, word in zip(names, words, strict=True)
     ]
+
+
+def require_words(words: Sequence[str]) -> None:
+    """Raise ValueError for no words, or a draft named twice: known before a target is fetched."""
+    if not words:
+        raise ValueError(
+            "no drafts to rank: name folders or Hugging Face ids, or `undistilled` and `distilled` for this "
+            'configuration\'s own, as in make rank DRAFTS="undistilled distilled path/to/draft"'
+        )
+    repeated = sorted({word for word in words if words.count(word) > 1})
+    if repeated:
+        raise ValueError(f"drafts named twice: {', '.join(repeated)}")
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -83,13 +83,15 @@ class Report(TypedDict):
 
 
 def read_result(folder: Path, name: str) -> dict[str, Any]:
-    """A stage's JSON result. Raises ValueError when the stage left none."""
+    """A stage's JSON result. Raises ValueError when the stage left none, or it was damaged since."""
     path = folder / name
+    way_out = f"run the stage {folder.parent.name} again (remove the folder {folder})"
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing: run the stage {folder.parent.name} again (remove the folder {folder})"
-        )
-    return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        raise ValueError(f"{path} is missing: {way_out}")
+    try:
+        return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {way_out}") from error
 
 
 def read_acceptance(folder: Path) -> list[AcceptanceRow]:

@@ -165,6 +165,11 @@ class CorpusConfig:
             self.prompts = None  # the option that asks for prompts has got them
         if self.prompts is not None and self.mixture:
             raise ValueError("corpus.prompts and corpus.mixture exclude each other: make corpus.prompts one of the mixture's entries")
+        for name in ("prompts_column", "prompts_subset", "domain_column"):
+            if self.prompts is None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"corpus.{name}={getattr(self, name)!r} is about corpus.prompts, which is not set (entries of a mixture have their own)"
+                )
         if sum(source.prompts is None for source in self.mixture) > 1:
             raise ValueError("corpus.mixture: only one entry may have prompts=null, the questions that the target invents")
         if self.prefix_tokens is not None and self.prefix_tokens < 1:
@@ -215,6 +220,10 @@ class TrackingConfig:
     run_name: Optional[str] = None
     parent_run: Optional[str] = None
 
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ValueError(f"tracking.timeout_s={self.timeout_s}: must be above 0")
+
 
 @dataclass
 class PreflightConfig:
@@ -222,6 +231,11 @@ class PreflightConfig:
     context_tokens: int = 128
     num_repeats: int = 15
     min_free_disk_gib: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_gamma", 1), ("context_tokens", 2), ("num_repeats", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"preflight.{name}={getattr(self, name)}: must be at least {least}")
 
 
 @dataclass

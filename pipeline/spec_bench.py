@@ -100,7 +100,7 @@ def _fingerprint(context: StageContext) -> str:
             "runtime": asdict(config.runtime),
             "target": context.target.revision,
             "distill": context.inputs["distill"].name,
-            "prompts": file_revision(Path(config.bench.prompts)),
+            "prompts": file_revision(prompts) if (prompts := Path(config.bench.prompts)).is_file() else config.bench.prompts,
         }
     )
 

@@ -1,7 +1,6 @@
 """The distill stage: a draft with the target's tokenizer, trained on the target's text."""
 
 import gc
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
 from pipeline.launch import LAUNCH, prepare_launch, train_launched, wait_for_launched
+from pipeline.report import read_result
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.stage_medusa import distill_heads
 from pipeline.store import write_json
@@ -38,7 +38,7 @@ def run_distill(context: StageContext) -> dict[str, object]:
     wait_for_launched(context.work_dir)
     finished = context.work_dir / "train.json"
     if finished.is_file():  # killed while it cleaned up
-        return _figures_of(json.loads(finished.read_text(encoding="utf-8")))
+        return _figures_of(read_result(context.work_dir, finished.name))
     if context.config.draft.init_is_medusa:
         return _figures_of(distill_heads(context))
     parts = corpus_parts(context)

@@ -106,13 +106,23 @@ class Store:
         return folder
 
     def link_latest(self, stage: str, folder: Path) -> None:
-        """Point `latest/<stage>` at `folder`, in one step for anyone who reads it."""
+        """Point `latest/<stage>` at `folder`, in one step for anyone who reads it.
+
+        Raises:
+            ValueError: something else than a link lies there, as in a copy of the artifacts that followed the links.
+        """
         link = self.root / "latest" / stage
-        link.parent.mkdir(exist_ok=True)
         fresh = link.with_name(f".{stage}-{os.getpid()}")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
-        fresh.replace(link)
+        try:
+            link.parent.mkdir(exist_ok=True)
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
+            fresh.replace(link)
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            fresh.unlink(missing_ok=True)
+            raise ValueError(
+                f"{link} cannot be made a link to {folder} ({error.strerror}): remove {link.parent}, which holds links only"
+            ) from error
 
     @contextmanager
     def lock(self, stage: str, fingerprint: str) -> Iterator[None]:

@@ -3,7 +3,8 @@
 import logging
 import os
 import socket
-from contextlib import AbstractContextManager, nullcontext
+import sqlite3
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -33,13 +34,23 @@ def one_at_a_time(uri: str) -> AbstractContextManager[None]:
     return folder_held(folder) if uri.startswith("sqlite:///") and folder.is_dir() else nullcontext()
 
 
+def _try_sqlite(settings: TrackingConfig) -> None:
+    """Raise sqlite3.Error for a file that cannot be opened, written or locked: mlflow would try again for minutes."""
+    path = Path(settings.uri.removeprefix("sqlite:///"))
+    if settings.uri.startswith("sqlite:///") and path.absolute().parent.is_dir():
+        with closing(sqlite3.connect(path, timeout=settings.timeout_s)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.rollback()
+
+
 def connect(settings: TrackingConfig) -> "MlflowClient | None":
-    """A client, or None with a warning when the server does not answer within `timeout_s`."""
+    """A client, or None with a warning when the server does not answer, or the database not open, within `timeout_s`."""
     parts = urlsplit(settings.uri)
     try:
         if parts.scheme in ("http", "https"):
             port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=settings.timeout_s).close()
+        _try_sqlite(settings)
         import mlflow
 
         mlflow.set_tracking_uri(settings.uri)

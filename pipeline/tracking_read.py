@@ -38,12 +38,14 @@ def read_runs(settings: TrackingConfig, *, max_runs: int = 1000) -> list[RunReco
     import mlflow
     from mlflow.exceptions import MlflowException
 
-    client = mlflow.MlflowClient(settings.uri, settings.uri)
     try:
+        client = mlflow.MlflowClient(settings.uri, settings.uri)
         experiment = client.get_experiment_by_name(settings.experiment)
         if experiment is None:
             known = sorted(one.name for one in client.search_experiments())
-            raise ValueError(f"tracking.experiment={settings.experiment}: {settings.uri} has only {known}")
+            raise ValueError(
+                f"tracking.experiment={settings.experiment}: {settings.uri} has only {known}; `make distill` records there"
+            )
         runs = client.search_runs(
             [experiment.experiment_id], order_by=["attributes.start_time DESC"], max_results=50 * max_runs
         )

@@ -14,10 +14,11 @@ class StopStringFinder:
     Args:
         detokenize: ids -> text, e.g. `lambda ids: tokenizer.decode(ids, skip_special_tokens=True)`.
         stop: non-empty strings.
+        min_tokens: a string before which there are fewer tokens is passed over.
     """
 
-    def __init__(self, detokenize: Detokenize, stop: Sequence[str]) -> None:
-        self._detokenize, self._stop = detokenize, tuple(stop)
+    def __init__(self, detokenize: Detokenize, stop: Sequence[str], *, min_tokens: int = 0) -> None:
+        self._detokenize, self._stop, self._min_tokens = detokenize, tuple(stop), min_tokens
         self.text = ""
         self._ids: list[int] = []
         self._text_ends: list[int] = []  # length of the text after each token
@@ -30,6 +31,8 @@ class StopStringFinder:
             self._ids.append(token_id)
             self.text += self._new_text()
             self._text_ends.append(len(self.text))
+            if len(self._ids) < self._min_tokens:
+                continue
             found = [at for at in (self.text.find(s, self._search_from(s)) for s in self._stop) if at >= 0]
             if found:
                 self.text = self.text[: min(found)]
@@ -59,7 +62,8 @@ class StopStringFinder:
     def _search_from(self, stop: str) -> int:
         """A string that was not there before must reach into the newest token's text."""
         previous = self._text_ends[-2] if len(self._text_ends) > 1 else 0
-        return max(0, previous - len(stop) + 1)
+        earliest = self._text_ends[self._min_tokens - 1] if self._min_tokens else 0
+        return max(earliest, previous - len(stop) + 1)
 
     def _num_tokens_within(self, num_chars: int) -> int:
         """Tokens whose text ends at or before `num_chars`."""

@@ -50,16 +50,15 @@ class SpeculativeDecoder:
         draft_model: PreTrainedModel | MedusaHeads | None = None,
         config: Optional[DecoderConfig] = None,
         *,
-        draft_vocab_ids: Optional[Tensor] = None,
+        draft_vocab_ids: Tensor | Sequence[int] | None = None,
         detokenize: Optional[Detokenize] = None,
         on_round: Optional[OnRound] = None,
     ) -> None:
         self.config = config or DecoderConfig()
         self.target = ModelRunner(target_model, "target", StepOptions.of(self.config))
         self.device = self.target.device
-        self.drafter = make_drafter(
-            self.config, draft_model, draft_vocab_ids, target=self.target
-        )
+        vocab_ids = None if draft_vocab_ids is None else torch.as_tensor(draft_vocab_ids, dtype=torch.long)
+        self.drafter = make_drafter(self.config, draft_model, vocab_ids, target=self.target)
         self.target.keeps_hidden = self.drafter is not None and self.drafter.wants_hidden
         if on_round is not None and self.config.topology is not None:
             raise ValueError("on_round: a record is of a chain; set tree=null to look on")
@@ -149,7 +148,7 @@ class SpeculativeDecoder:
             request=request,
             seed=seed & (2**64 - 1),
             stop_ids=frozenset((*eos_ids, *request.stop_token_ids)),
-            finder=StopStringFinder(self.detokenize, request.stop)
+            finder=StopStringFinder(self.detokenize, request.stop, min_tokens=request.min_new_tokens)
             if request.stop and self.detokenize
             else None,
             not_speculating=self._limits.why_never_speculating(request),
@@ -170,6 +169,7 @@ class SpeculativeDecoder:
                 one_by_one=self.config.width_invariant,
                 prefix=self._prefix,
             )
+        self._limits.warn_if_no_numbers(rows, logits)
         batch = self._batch_of(rows)
         judgement = self._judge(logits, None, batch, batch.noise(1))
         if self.target.keeps_hidden:

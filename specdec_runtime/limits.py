@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Optional
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_runtime.config import DecoderConfig
@@ -26,7 +27,7 @@ class Limits:
     def __init__(self, config: DecoderConfig, target: ModelRunner, drafter: Optional[Proposer]) -> None:
         self.config, self.target, self.drafter = config, target, drafter
         self._tree, self._max_proposals = config.topology, config.max_proposals
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_nan = False
 
     def check_request(self, index: int, request: Request, *, has_detokenize: bool) -> None:
         """Raises ValueError when a request cannot be served as asked."""
@@ -149,6 +150,21 @@ class Limits:
             return 1 + min(self._max_proposals, per_row)
         return 1 + num_proposed
 
+    def warn_if_no_numbers(self, rows: Sequence[Row], logits_BLV: Tensor) -> None:
+        """Warns, once per decoder, of a target that gives NaN for a prompt: whatever is put out then means nothing."""
+        if self._has_warned_of_nan:
+            return
+        for row, is_nan in zip(rows, logits_BLV.isnan().flatten(1).any(dim=1).tolist(), strict=True):
+            if is_nan:
+                self._has_warned_of_nan = True
+                logger.warning(
+                    "the target's logits of request %d are NaN: its output means nothing; are the model's weights whole, and does "
+                    "dtype %s hold its numbers (bfloat16 and float32 have a wider range than float16)?",
+                    row.index,
+                    self.target.dtype,
+                )
+                return
+
     def warn_if_not_accepted(self, stats: Stats) -> None:
         """Warns, once per decoder, when the draft's tokens mostly fall when they are judged."""
         num_judged = sum(stats.judged_per_position)
@@ -170,10 +186,13 @@ class Limits:
 
 
 def eos_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """The ids that end an output: the generation config's, else the config's; possibly none."""
+    """The ids that end an output: the generation config's, else the config's; possibly none.
+
+    Ids that the model cannot put out are left out: some configs name those of a larger tokenizer, or -1 for none.
+    """
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    num_ids = model.get_output_embeddings().weight.shape[0]
+    named = ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
+    return tuple(token_id for token_id in named if 0 <= token_id < num_ids)

@@ -1,11 +1,16 @@
 """What goes into the engine and what comes out: requests, outputs, streamed events."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from specdec_runtime.stats import Stats
+
+# In fp32, logits that are changed by more than this, or divided by less, may overflow: infinity minus infinity is no number.
+_MAX_CHANGE = 1e15
+_MIN_TEMPERATURE = 1e-20
 
 
 @dataclass
@@ -19,14 +24,14 @@ class Request:
     Args:
         prompt_token_ids: at least one id.
         max_new_tokens: hard cap on generated tokens.
-        min_new_tokens: no EOS and no stop id before this many generated tokens.
+        min_new_tokens: no EOS, no stop id and no stop string before this many generated tokens.
         temperature: 0 is greedy (the argmax after bias and penalties).
         top_k: keep the k most likely ids; None keeps all.
         top_p: keep the smallest set of ids whose mass reaches top_p; 1 keeps all (Holtzman et al. 2019).
         min_p: keep ids with at least min_p times the mass of the most likely one; 0 keeps all.
         repetition_penalty: > 1 divides positive and multiplies negative logits of ids seen in prompt or output (CTRL).
         presence_penalty: subtracted from the logits of ids seen in the output.
-        logit_bias: id -> number added to its logit.
+        logit_bias: id -> number added to its logit; -inf bans the id.
         stop_token_ids: further ids that end the output like EOS does (the id is kept in the output).
         stop: strings that end the output; text, ids and logprobs are cut before the string. Needs a `detokenize`.
         ignore_eos: go on past the model's EOS; `stop_token_ids` still end the output.
@@ -57,9 +62,14 @@ class Request:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = [int(token) for token in self.prompt_token_ids]
-        if isinstance(self.stop, str):
-            self.stop = (self.stop,)
+        self.prompt_token_ids = _flat_ids("prompt_token_ids", self.prompt_token_ids)
+        self.stop_token_ids = _flat_ids("stop_token_ids", self.stop_token_ids)
+        self.logit_bias = _biases(self.logit_bias)
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__"):
+                raise ValueError(f"{name}={value!r}: must be a whole number")
+        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not self.prompt_token_ids:
             raise ValueError(
                 "prompt_token_ids=[]: a request needs at least one token (put a BOS token there)"
@@ -75,19 +85,54 @@ class Request:
             ),
             (
                 "temperature",
-                self.temperature >= 0 and math.isfinite(self.temperature),
-                "must be >= 0 (0 is greedy)",
+                self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"must be 0 (greedy) or a number from {_MIN_TEMPERATURE:g} on",
             ),
             ("top_k", self.top_k is None or self.top_k >= 1, "must be >= 1, or None to keep all ids"),
             ("top_p", 0 < self.top_p <= 1, "must lie in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must lie in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "must be > 0 (1 is none)"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "must be a finite number"),
+            (
+                "repetition_penalty",
+                1 / _MAX_CHANGE <= self.repetition_penalty <= _MAX_CHANGE,
+                f"must lie in [{1 / _MAX_CHANGE:g}, {_MAX_CHANGE:g}] (1 is none)",
+            ),
+            (
+                "presence_penalty",
+                abs(self.presence_penalty) <= _MAX_CHANGE,
+                f"must be a number within +-{_MAX_CHANGE:g}",
+            ),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "must be >= 0, or None for none"),
         )
         for name, is_right, hint in checks:
             if not is_right:
                 raise ValueError(f"{name}={getattr(self, name)}: {hint}")
+
+
+def _flat_ids(name: str, ids: Any) -> list[int]:
+    """Ids of one request, from a list, an array or a tensor; a single id is a list of one."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    try:
+        return [operator.index(value) for value in ([values] if isinstance(values, int) else values)]
+    except TypeError as error:
+        raise ValueError(
+            f"{name}={ids!r:.80}: give the token ids of one request, a flat list of whole numbers (of a batch, row by row)"
+        ) from error
+
+
+def _biases(biases: Optional[Mapping[Any, Any]]) -> Optional[dict[int, float]]:
+    """As numbers: JSON has the ids as text."""
+    if not biases:
+        return None
+    try:
+        numbers = {int(token_id): float(bias) for token_id, bias in biases.items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"logit_bias={biases!r:.80}: give a number for each token id") from error
+    for token_id, bias in numbers.items():
+        if not bias <= _MAX_CHANGE:
+            raise ValueError(
+                f"logit_bias={{{token_id}: {bias}}}: must be at most {_MAX_CHANGE:g}, or -inf, which bans the id"
+            )
+    return numbers
 
 
 @dataclass

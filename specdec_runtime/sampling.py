@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec_runtime.layout import BlockLayout
 from specdec_runtime.request import Request
 
+_LEAST_TOP_P = 1e-30  # fp32 rounds what is much smaller to 0, which would keep no id
 _NUCLEUS_CANDIDATES = 1024  # sorting this many likely ids is much cheaper than sorting a vocabulary
 
 
@@ -103,7 +104,7 @@ class BatchSampling:
         self.all_greedy = all(r.temperature == 0 for r in requests)
         self.temperature_B = torch.tensor([r.temperature for r in requests], device=device)
         self._top_k_B = self._column([r.top_k or 0 for r in requests], 0)
-        self._top_p_B = self._column([r.top_p for r in requests], 1.0)
+        self._top_p_B = self._column([max(r.top_p, _LEAST_TOP_P) for r in requests], 1.0)
         self._min_p_B = self._column([r.min_p for r in requests], 0.0)
         self._repetition_B = self._column([r.repetition_penalty for r in requests], 1.0)
         self._presence_B = self._column([r.presence_penalty for r in requests], 0.0)

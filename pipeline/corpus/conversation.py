@@ -7,7 +7,12 @@ from typing import Any, Optional
 
 from pipeline.corpus.chat import ROLES, Message
 
-_ROLE_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's
+#: What ShareGPT, Gemma and older datasets call the roles.
+_ROLE_NAMES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function"), "tool"),
+}
 
 
 class SkippedRow(Exception):
@@ -82,14 +87,23 @@ def tools_of(value: Any) -> Optional[list[Any]]:
     return [_without_nulls(tool) for tool in value]
 
 
+def require_unicode(text: str) -> None:
+    """Raises SkippedRow for what no tokenizer takes: halves of characters, or bytes of another encoding than the file's."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SkippedRow("not_unicode") from error
+
+
 def _message(value: Any) -> Message:
     if not isinstance(value, dict):
         raise SkippedRow("not_text_or_messages")
     message: Message = _without_nulls(value)
     if "from" in message and "role" not in message:
-        role = str(message.pop("from"))
-        message = {"role": _ROLE_NAMES.get(role, role), "content": message.pop("value", ""), **message}
-    if message.get("role") not in ROLES:
+        message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
+    role = str(message.get("role")).lower()
+    message["role"] = _ROLE_NAMES.get(role, role)
+    if message["role"] not in ROLES:
         raise SkippedRow("unknown_role")
     content = message.get("content", "")
     if isinstance(content, list) and all(
@@ -98,6 +112,7 @@ def _message(value: Any) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise SkippedRow("content_not_text")
+    require_unicode(content)
     message["content"] = content
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):

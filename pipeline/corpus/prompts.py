@@ -13,6 +13,7 @@ from pipeline.corpus.conversation import (
     every_turn,
     last_turn,
     messages_of,
+    require_unicode,
     tools_of,
     unpacked,
 )
@@ -92,9 +93,10 @@ class PromptReader:
         if not self.chat:
             return [lambda: text_ids(record.value, self.tokenizer, prefix_tokens=self.corpus.prefix_tokens)]
         tools = tools_of(record.tools)
-        if tools is not None and not self.takes_tools:
-            raise SkippedRow("template_takes_no_tools")
         messages = _chat_messages(record.value)
+        uses_tools = tools is not None or any(message.get("tool_calls") for message in messages[:-1])
+        if uses_tools and not self.takes_tools:
+            raise SkippedRow("template_takes_no_tools")
         if record.system and messages[:1] and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": record.system}, *messages]
         if not self.corpus.turn_by_turn:
@@ -141,8 +143,5 @@ def text_ids(
         raise SkippedRow("empty" if value is None else "not_text_or_messages")
     if not value.strip():
         raise SkippedRow("empty")
-    try:
-        ids = list(tokenizer.encode(value))
-    except (ValueError, TypeError) as error:
-        raise SkippedRow("not_unicode") from error
-    return ids[:prefix_tokens]
+    require_unicode(value)
+    return list(tokenizer.encode(value))[:prefix_tokens]

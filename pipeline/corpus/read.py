@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from pipeline.compat import read_json
 from pipeline.corpus.answer_folder import shard_tables
 
 SHARDS = "shards"
@@ -20,16 +21,26 @@ def read_corpus(folder: Path) -> Dataset:
     Which shard a row lies in depends on when it finished; its place here does not.
 
     Raises:
-        ValueError: the folder has no shards, or one of them is damaged.
+        ValueError: the folder has no shards, or one of them is damaged or gone.
     """
     files = sorted((Path(folder) / SHARDS).glob("*.parquet"))
     if not files:
         raise ValueError(f"{str(folder)!r} holds no corpus shards: run the corpus stage, stages=[corpus]")
     table = pa.concat_tables([one.replace_schema_metadata(None) for one in shard_tables(files)])
+    _require_all(Path(folder), len(table))
     order = pc.sort_indices(table, sort_keys=[("prompt_id", "ascending"), ("seed", "ascending")])
     if table.nbytes > _MAX_COPIED_BYTES:
         return Dataset(table).select(order.to_numpy())
     return Dataset(table.take(order))
+
+
+def _require_all(folder: Path, num_rows: int) -> None:
+    """A shard that is gone would be missed by nobody; `corpus.json` is written when all rows are."""
+    num_written = read_json(folder / "corpus.json").get("written", num_rows)
+    if num_written != num_rows:
+        raise ValueError(
+            f"{str(folder)!r} holds {num_rows} of the {num_written} rows that were written: delete this stage folder and run again"
+        )
 
 
 def split_corpus(

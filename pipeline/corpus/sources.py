@@ -1,13 +1,16 @@
 """Rows of a prompts file or dataset: JSON lines, Parquet, CSV, or whatever `datasets` loads. Read as a stream."""
 
+import codecs
 import csv
+import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,7 +105,8 @@ def _record(row: Row, column: str, source: SourceConfig) -> Record:
     if source.domain_column is not None:
         domain = row.get(source.domain_column)
     system = next((row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and name != column), None)
-    return Record(value, source.domain if domain is None else str(domain), system, row.get("tools"))
+    domain = source.domain if domain is None else str(domain).encode(errors="replace").decode()
+    return Record(value, domain, system, row.get("tools"))
 
 
 def _column(prompts: str, available: list[str], column: Optional[str]) -> str:
@@ -129,20 +133,48 @@ def read_rows(
         ValueError: no such file or dataset; `field` is the setting that named it.
     """
     path = Path(prompts)
+    kind = Path(path.name.lower().removesuffix(".gz")).suffix
     if path.is_file():
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".csv": _csv}
-        if path.suffix not in readers:
+        if kind not in readers:
             raise ValueError(
                 f"{field}={prompts!r}: unknown kind of file; use one of {sorted(readers)} or a dataset"
             )
-        return readers[path.suffix](path)
-    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+        if split != "train" or subset is not None:
+            raise ValueError(
+                f"{field}={prompts!r} is one file: it has no split={split!r} and no subset={subset!r}, which only datasets have"
+            )
+        return _readable(readers[kind](path), prompts, field, (OSError, EOFError, zlib.error))
+    if kind in (".jsonl", ".json", ".parquet", ".csv"):
         raise ValueError(f"{field}={prompts!r}: no such file")
-    return iter(_dataset(prompts, split, subset))
+    # `datasets` raises a score of types for a row that it cannot read.
+    return _readable(iter(_dataset(prompts, split, subset)), prompts, field, (Exception,))
+
+
+def _readable(
+    rows: Iterator[Row], prompts: str, field: str, failures: tuple[type[Exception], ...]
+) -> Iterator[Row]:
+    try:
+        yield from rows
+    except failures as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{field}={prompts!r}: cannot be read to its end ({reason}): mend or replace the file that it stands in"
+        ) from error
+
+
+def _text(path: Path, newline: Optional[str] = None) -> TextIO:
+    """A file as text, unpacked when it ends in .gz. What is no text becomes lone surrogates, by which its row is known."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as stream:
+        start = stream.read(2)
+    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # as PowerShell's `>` writes it
+        return cast(TextIO, opened(path, "rt", encoding="utf-16", errors="replace", newline=newline))
+    return cast(TextIO, opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline))
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+    with _text(path) as stream:
         for line in stream:
             if line.strip():
                 yield _parsed(line)
@@ -158,14 +190,13 @@ def _parsed(line: str) -> Row:
 
 def _json(path: Path) -> Iterator[Row]:
     """One JSON array, which is read as a whole, or JSON lines under another name."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        start = stream.read(1024).lstrip("\ufeff \t\r\n")
-        if not start.startswith("["):
+    with _text(path) as stream:
+        start = stream.read(1024)
+        if not start.lstrip().startswith("["):
             yield from _jsonl(path)
             return
-        stream.seek(0)
         try:
-            values = json.loads(stream.read().lstrip("\ufeff"))
+            values = json.loads(start + stream.read())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"corpus.prompts={str(path)!r} is not valid JSON: {error}") from error
     for value in values:
@@ -183,7 +214,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # documents are longer than the default of 131072 characters
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+    with _text(path, newline="") as stream:
         reader = csv.DictReader(line.replace("\0", "") for line in stream)
         while True:
             try:

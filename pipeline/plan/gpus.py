@@ -48,8 +48,8 @@ def gpu_of(
         "memory_gb": memory_gb, "bandwidth_gb_s": bandwidth_gb_s, "bf16_tflops": bf16_tflops, "link_gb_s": link_gb_s
     }  # fmt: skip
     for field, value in given.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{field}={value:g}: must be above 0, or left out for the datasheet's figure")
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{field}={value:g}: must be a number above 0, or left out for the datasheet's figure")
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if key not in GPUS:
         if len(changes) == len(given):

@@ -1,5 +1,6 @@
 """What can be asked of a plan, as words: `target=llama-3.1-8b tokens=100M gpu=h100`."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ class PlanSettings:
         positive = ("prompt_tokens", "response_tokens", "max_batch_size", "epochs", "step_tokens", "max_micro_batch_tokens",
                     "head_chunk_tokens")  # fmt: skip
         for name in positive:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a number above 0")
         if self.topk < 0:
             raise ValueError(f"topk={self.topk}: must be 0 (nothing stored) or more")
         if self.num_gpus is not None and self.num_gpus < 1:
@@ -70,7 +71,7 @@ class PlanSettings:
             if found is None:
                 raise ValueError(self.tokens)
             return round(float(found[1]) * _UNITS[found[2]])
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"tokens={self.tokens!r}: write a number such as 100000000, 1e8, 100M or 1B") from error
 
     @property

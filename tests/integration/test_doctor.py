@@ -158,7 +158,9 @@ def test_a_warning_alone_does_not_refuse(tmp_path: Path, target: Path, doctor: D
     assert "they forbid nothing" in printed
 
 
-def test_users_mistakes_end_with_2_and_say_what_to_do(tmp_path: Path, target: Path, doctor: Doctor) -> None:
+def test_users_mistakes_end_with_2_and_say_what_to_do(
+    tmp_path: Path, target: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]
+) -> None:
     exit_code, _, printed = doctor(target, tmp_path / "nowhere" / "draft")
     assert exit_code == 2 and "no such folder" in printed and "Traceback" not in printed
     exit_code, _, printed = doctor(
@@ -166,6 +168,9 @@ def test_users_mistakes_end_with_2_and_say_what_to_do(tmp_path: Path, target: Pa
     )
     assert exit_code == 2 and "--prompts" in printed and "no such file" in printed
     assert doctor(target, target, "--seconds", "0")[0] == 2
+    with pytest.raises(SystemExit) as left:
+        main([str(target)])
+    assert left.value.code == 2 and 'PAIR="target draft"' in capfd.readouterr().err
 
 
 def test_the_command_itself(tmp_path: Path, target: Path) -> None:

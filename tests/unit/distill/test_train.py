@@ -77,6 +77,30 @@ def test_kill_while_a_checkpoint_is_written(
     assert_same(weights(resumed), weights(whole))
 
 
+@pytest.mark.parametrize("name", ["state/__0_0.distcp", "state/.metadata", "scheduler.pt", "progress.json"])
+def test_a_checkpoint_that_lost_its_end_is_not_gone_on_from(
+    llama: MakeModel, rows: MakeRows, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """speculators 739: a truncated checkpoint was resumed from, and nothing but its removal by hand helped."""
+    corpus, settings = rows(llama()), {"max_steps": 5, "num_epochs": 9}
+    whole = draft_from_layers(llama(), [0, 3])
+    expected = train(whole, corpus, tmp_path / "whole", **settings)
+
+    def kill(metrics: dict[str, float], step: int) -> None:
+        if step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(draft_from_layers(llama(), [0, 3]), corpus, tmp_path / "cut", on_metrics=kill, **settings)
+    file = tmp_path / "cut" / "checkpoints" / "checkpoint-3" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    resumed = draft_from_layers(llama(), [0, 3])
+    result = train(resumed, corpus, tmp_path / "cut", **settings)
+    assert "checkpoint-3 is damaged" in caplog.text
+    assert_same(weights(resumed), weights(whole))
+    assert result.num_supervised_tokens == expected.num_supervised_tokens
+
+
 def test_best_is_chosen_by_held_out_acceptance(llama: MakeModel, rows: MakeRows, tmp_path: Path) -> None:
     """DeepSpec 84: the loss still falls while acceptance falls; the earlier draft is the one that is kept."""
     seen: dict[int, float] = {}
@@ -170,6 +194,19 @@ def test_wrong_calls_are_refused(
     with pytest.raises(ValueError, match=message):
         train(llama(), rows(), tmp_path / "new", **change)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_corpus_without_probabilities_trains_on_its_tokens_only(
+    llama: MakeModel, rows: MakeRows, tmp_path: Path
+) -> None:
+    """SpecForge 602's kind: data of another recipe was trained on; here every loss but cross entropy would be 0, silently."""
+    corpus = rows(num_cached=0)
+    with pytest.raises(ValueError, match=r"corpus.topk=0.*loss=cross_entropy"):
+        train(llama(), corpus, tmp_path / "kl")
+    draft = draft_from_layers(llama(), [0, 3])
+    before = weights(draft)
+    train(draft, corpus, tmp_path / "ce", loss=LossConfig(weights={"cross_entropy": 1.0}), max_steps=2)
+    assert any(not torch.equal(value, before[name]) for name, value in weights(draft).items())
 
 
 def test_padded_target_vocabulary(llama: MakeModel, rows: MakeRows, tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_the_command_writes_the_page_and_takes_some_runs(
         (["tracking.experiment=other"], "other: .* has only"),
         (["compare.name=nothing"], "compare.name=nothing"),
         (["compare.lsat=1"], "lsat"),
+        (["tracking.uri=nonsense://x"], "tracking.uri=nonsense://x: cannot be read"),
     ],
 )
 def test_what_cannot_be_shown_is_said(two_runs: list[str], more: list[str], message: str) -> None:

@@ -128,6 +128,25 @@ def test_hydra_refuses_by_name(make_config: Composer, override: str, name: str) 
         (["loss=mix"], "loss.weights"),
         (["loss=mix", "loss.weights={kl: 1.0}"], "kl"),
         (["train.max_steps=0"], "train.max_steps=0"),
+        (["gate.min_speedup=1.1", "stages=[distill,eval,bench]"], "gate.min_speedup=1.1 is held against the report"),
+        (["seed=-1"], "seed=-1: choose one from 0"),
+        (["train.seed=4294967296"], "seed=4294967296: choose one from 0"),
+        (["target.revision=main"], "target.revision=main: only a Hugging Face id"),
+        (["corpus.prompts_column=text"], "corpus.prompts_column='text' is about corpus.prompts"),
+        (["corpus.topk=0"], "corpus.topk=0 stores none of the target's probabilities"),
+        (["train.weight_decay=-1"], "train.weight_decay=-1"),
+        (["train.adam_beta2=1"], "train.adam_beta2=1"),
+        (["loss.lk_eta=-1"], "loss.lk_eta=-1"),
+        (["eval.num_bootstrap=0"], "eval.num_bootstrap=0"),
+        (["eval.max_prompts=0"], "eval.max_prompts=0"),
+        (["eval.warpers=[{top_p: 0}]"], "eval.warpers: .*top_p=0"),
+        (["bench.num_bootstrap=0"], "bench.num_bootstrap=0"),
+        (["preflight.max_gamma=0"], "preflight.max_gamma=0"),
+        (["preflight.context_tokens=1"], "preflight.context_tokens=1: must be at least 2"),
+        (["tracking.timeout_s=0"], "tracking.timeout_s=0"),
+        (["train.learning_rate=nan"], "train.learning_rate=nan: give a finite number"),
+        (["loss.weights={tv: inf}", "loss=mix"], "loss.weights.tv=inf"),
+        (["eval.temperatures=[0, nan]"], "eval.temperatures=nan"),
         (["draft.num_layers=0"], "draft.num_layers=0"),
         (["draft=medusa"], "preflight is for draft models"),
         (["+experiment=tiny_medusa", "stages=[corpus,distill,eval,bench,export]"], "export is for draft models"),
@@ -147,6 +166,11 @@ def test_values_that_cannot_work_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(*overrides)
+
+
+def test_without_stored_probabilities_there_is_still_a_loss_to_train_with(make_config: Composer) -> None:
+    for more in (["loss=cross_entropy"], ["loss.teacher=online"], ["stages=[corpus]"]):
+        assert make_config("corpus.topk=0", *more).corpus.topk == 0
 
 
 def test_another_target_is_not_called_by_the_embedded_ones_name(make_config: Composer) -> None:

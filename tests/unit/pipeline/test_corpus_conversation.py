@@ -6,9 +6,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from pipeline.corpus.chat import takes_tools
 from pipeline.corpus.conversation import SkippedRow, every_turn, messages_of, tools_of
+from pipeline.corpus.prompts import row_ids
 from tests.unit.pipeline.corpus_samples import tiny_tokenizer
 from tests.unit.pipeline.corpus_sources import TOOL_TEMPLATE, chat, load, texts, with_template, write_jsonl
 
@@ -63,10 +65,21 @@ def test_tools_that_the_template_leaves_out_are_not_left_out_silently(tmp_path: 
         {"messages": TALK[:2], "tools": []},
         {"messages": TALK[:2], "tools": "no json"},
         {"messages": TALK[:2], "tools": [7]},
+        {"messages": TALK},
     ]
     prompts, accounting = load(write_jsonl(tmp_path / "p.jsonl", rows), tmp_path)
-    assert len(prompts) == 1 and dict(accounting.skipped) == {"template_takes_no_tools": 1, "bad_tools": 2}
+    assert len(prompts) == 1 and dict(accounting.skipped) == {"template_takes_no_tools": 2, "bad_tools": 2}
     assert takes_tools(with_template(TOOL_TEMPLATE)) and not takes_tools(tiny_tokenizer())
+
+
+def test_one_bos_whoever_writes_it() -> None:
+    """Soup 781, mlx-examples 1095: a template that writes BOS, cut by a tokenizer that puts one in front."""
+    tokenizer = with_template("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    bos = tokenizer.bos_token_id
+    post = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)])
+    tokenizer.backend_tokenizer.post_processor = post
+    chat_ids, plain_ids = (row_ids("Hi", tokenizer, chat=is_chat) for is_chat in (True, False))
+    assert chat_ids == plain_ids and chat_ids.count(bos) == 1 and chat_ids[0] == bos
 
 
 def test_turn_by_turn_asks_for_every_answer_and_counts_each(tmp_path: Path) -> None:
@@ -113,4 +126,6 @@ def test_other_shapes_of_messages_are_read() -> None:
     assert messages_of([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]) == [
         {"role": "user", "content": "ab"}
     ]
+    for role, known in (("User", "user"), ("chatgpt", "assistant"), ("model", "assistant"), ("function", "tool")):
+        assert messages_of([{"from": role, "value": "a"}]) == messages_of([{"role": known, "content": "a"}])
     assert tools_of("") is None and tools_of(None) is None

@@ -1,6 +1,7 @@
 """Prompts: sources, columns, roles, templates, domains, and what is skipped."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -98,6 +99,48 @@ def test_no_row_ends_the_run_wherever_it_stands(tmp_path: Path, row: str, place:
     prompts, accounting = load(write_jsonl(tmp_path / "p.jsonl", rows), tmp_path)
     assert texts(prompts) == [chat("one"), chat("two")]
     assert accounting.skipped.total() == 1 and list(accounting.examples.values()) == [[f"p.jsonl:{place}"]]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".jsonl.gz", ".csv", ".csv.gz"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_come_packed_and_in_other_encodings(tmp_path: Path, suffix: str, encoding: str) -> None:
+    """A row lost here would be one of speculators 801; PowerShell writes UTF-16."""
+    content = "prompt\r\nWas für ein Tag?\r\n" if "csv" in suffix else '{"prompt": "Was für ein Tag?"}\r\n'
+    path = tmp_path / f"p{suffix}"
+    path.write_bytes(gzip.compress(content.encode(encoding)) if suffix.endswith("gz") else content.encode(encoding))
+    prompts, accounting = load(path, tmp_path)
+    assert texts(prompts) == [chat("Was für ein Tag?")] and accounting.num_requested == 1
+
+
+@pytest.mark.parametrize(("name", "start"), [("p.jsonl", b""), ("p.csv", b"prompt\n"), ("p.json", b"[")])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_bytes_of_another_encoding_are_no_prompt(tmp_path: Path, name: str, start: bytes, is_chat: bool) -> None:
+    """Replaced by question marks they would be trained on; the row is skipped and named (speculators 801)."""
+    rows = [b"Caf\xe9?", b"Tea?"] if name == "p.csv" else [b'{"prompt": "Caf\xe9?"}', b'{"prompt": "Tea?"}']
+    content = b",\n".join(rows) + b"]" if name == "p.json" else b"\n".join(rows)
+    (tmp_path / name).write_bytes(start + content)
+    prompts, accounting = load(tmp_path / name, tmp_path, chat=is_chat)
+    assert texts(prompts) == [chat("Tea?") if is_chat else "Tea?"]
+    assert accounting.examples == {"not_unicode": [f"{name}:0"]}
+
+
+def test_a_source_that_breaks_off_is_named(tmp_path: Path) -> None:
+    """What `datasets` or gzip raise in the middle of a source is no traceback (speculators 801)."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"prompt": "a", "x": 1}])
+    write_jsonl(folder / "b.jsonl", [{"prompt": "b", "y": "z"}])
+    packed = gzip.compress("".join(f'{{"prompt": "{i} {hash(i)}"}}\n' for i in range(9999)).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    for place in (folder, tmp_path / "cut.jsonl.gz"):
+        with pytest.raises(ValueError, match=f"corpus.prompts='{place}': cannot be read to its end"):
+            load(place, tmp_path, num_prompts=None)
+
+
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    with pytest.raises(ValueError, match="is one file: it has no split='test'"):
+        load(path, tmp_path, prompts_split="test")
 
 
 def test_a_template_may_raise_anything(tmp_path: Path) -> None:

@@ -158,6 +158,15 @@ def test_reading_what_is_not_there_or_damaged(tmp_path: Path) -> None:
         read_corpus(folder)
 
 
+def test_a_shard_that_is_gone_is_missed(tmp_path: Path) -> None:
+    """speculators 835's kind: fewer rows than were counted, and nothing said."""
+    folder, _ = run(tmp_path)
+    assert len(read_corpus(folder)) == 24
+    next((folder / "shards").glob("*.parquet")).unlink()
+    with pytest.raises(ValueError, match=r"holds 16 of the 24 rows.*delete this stage folder"):
+        read_corpus(folder)
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
 def test_split_is_exact_complements_by_content(fraction: float) -> None:
     """speculators 868: no row in train and held out; both samples of one prompt on one side; added rows move none."""

@@ -140,6 +140,38 @@ def test_exit_codes(
     assert ("Traceback" in capsys.readouterr().err) == (code == 1)
 
 
+def failed_save() -> Exception:
+    """What `torch.save` raises on a full disk: the cause stands in the words of the error that it was handling."""
+    error = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    error.__context__ = RuntimeError("[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/3")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "checkpoint-10"), "'checkpoint-10'"),
+        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), "No space left"),
+        (failed_save(), "PytorchStreamWriter failed writing"),
+    ],
+)
+def test_a_full_disk_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
+) -> None:
+    """speculators 743: writing failed. Wherever that is, the message names it and the way out."""
+
+    def run_stages(config: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.runner.run_stages", run_stages)
+    monkeypatch.setattr("sys.argv", ["draftsmith", TINY])
+    with pytest.raises(SystemExit) as left:
+        entry.main()
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and said in shown and "Free some space" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_multirun_runs_every_value_and_reports_a_missed_gate_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -42,7 +42,9 @@ def test_numbers_of_tokens(word: str, number: int) -> None:
         (["gpus=4"], r"gpus"),
         (["num_gpus=four"], r"num_gpus"),
         (["num_gpus=0"], r"num_gpus=0: must be at least 1"),
-        (["response_tokens=0"], r"response_tokens=0: must be above 0"),
+        (["response_tokens=0"], r"response_tokens=0: must be a number above 0"),
+        (["tokens=1e400"], r"tokens='1e400': write a number such as"),
+        (["epochs=nan"], r"epochs=nan"),
         (["train_utilisation=1.5"], r"train_utilisation=1\.5: must lie in \(0, 1\]"),
         (["topk=-1"], r"topk=-1"),
     ],
@@ -103,7 +105,7 @@ def test_gpus_by_name_and_by_figures() -> None:
     assert (mine.name, mine.usable_bytes) == ("mine", pytest.approx(32e9 * 0.9))
     with pytest.raises(ValueError, match=r"gpu='b9000': known are \['a100-80g'.*give all of"):
         gpu_of("b9000", memory_gb=32)
-    with pytest.raises(ValueError, match=r"memory_gb=-1: must be above 0"):
+    with pytest.raises(ValueError, match=r"memory_gb=-1: must be a number above 0"):
         gpu_of("h100", memory_gb=-1)
 
 

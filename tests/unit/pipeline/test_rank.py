@@ -104,6 +104,7 @@ def test_words_with_an_equals_sign_are_settings(tmp_path: Path) -> None:
     words = ["+experiment=tiny", f"artifacts_dir={tmp_path}", "tracking=off"]
     with pytest.raises(ValueError, match="no drafts to rank"):
         main(words)
+    assert not list(tmp_path.iterdir()), "no target is fetched for that"
     with pytest.raises(ValueError, match=r"distill stage is not finished"):
         main([*words, "undistilled"])
     with pytest.raises(ValueError, match="no_such_key"):

@@ -1,6 +1,7 @@
 """The eval stage on a tiny target: what it writes, its figures, the viewer, prompts of a file."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 
 from eval.config import EvalConfig, WarperConfig
 from pipeline.context import StageContext
+from pipeline.drafts import load_drafts
 from pipeline.models import load_tokenizer, resolve_target
 from pipeline.stage_eval import run_eval
 from pipeline.tracker import Tracker
@@ -133,3 +135,17 @@ def test_a_prompt_is_shown_without_its_template(context: StageContext) -> None:
     assert prompt_text(ids, tokenizer) == "Why is it so?"
     plain = tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]
     assert prompt_text(plain, tokenizer) == "Once upon a time"
+
+
+def test_a_draft_that_was_damaged_since_is_named_with_the_way_out(context: StageContext, tmp_path: Path) -> None:
+    """A finished folder is trusted by its name; what was cut or edited in it later is found when it is read."""
+    distill = tmp_path / "distill" / "0123456789ab"
+    shutil.copytree(context.inputs["distill"], distill)
+    damaged = replace(context, inputs={**context.inputs, "distill": distill})
+    weights = distill / "draft" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"the distilled draft=.*damaged(.|\n)*Run the stage distill again"):
+        load_drafts(damaged)
+    (distill / "train.json").write_text("{")
+    with pytest.raises(ValueError, match=r"train\.json is damaged: run the stage distill again"):
+        load_drafts(damaged)

@@ -51,6 +51,16 @@ def test_an_unwritable_folder_is_refused_by_name(tmp_path: Path) -> None:
         Store(blocked / "artifacts")
 
 
+@pytest.mark.parametrize("in_the_way", ["latest/corpus/shards", "latest"])
+def test_a_copy_that_followed_the_links_is_named(tmp_path: Path, in_the_way: str) -> None:
+    store = Store(tmp_path)
+    (tmp_path / in_the_way).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / in_the_way).write_text("")
+    with pytest.raises(ValueError, match="cannot be made a link to .*: remove .*latest, which holds links only"):
+        store.link_latest("corpus", tmp_path / "corpus" / "a")
+    assert not list(tmp_path.rglob(".corpus-*"))
+
+
 HOLDER = """
     import sys, time
     from pathlib import Path

@@ -95,6 +95,14 @@ def test_vocabularies_of_other_widths_and_shortlists(
     assert draft.lm_head.weight is weights_before
 
 
+@pytest.mark.parametrize("shortlist", [[1, 5, 9, 40], torch.tensor([1, 5, 9, 40], dtype=torch.int32)])
+def test_a_shortlist_may_be_a_list_or_of_any_integers(target, near_draft, hf_greedy, shortlist):
+    decoder = SpeculativeDecoder(target, near_draft, draft_vocab_ids=shortlist)
+    sampled, greedy = decoder.generate([Request([5, 6], 20, temperature=1.0, seed=1), Request([5, 6], 20)])
+    assert greedy.token_ids == hf_greedy(target, [5, 6], 20)
+    assert sampled.token_ids
+
+
 @pytest.mark.parametrize("ids", [[], [3, 3], [5, 4], [96, 97], [-1, 4]])
 def test_wrong_shortlists_are_refused(target, random_draft, ids):
     with pytest.raises(ValueError, match="draft_vocab_ids"):

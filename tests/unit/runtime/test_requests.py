@@ -1,5 +1,8 @@
 """What requests promise: caps, stops, seeds, logprobs, refusals."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +49,18 @@ def test_min_new_tokens_holds_eos_back(target, hf_greedy):
     output = decoder(target, target, num_speculative_tokens=4).generate([request])[0]
     assert eos not in output.token_ids[:10]
     assert len(output.token_ids) >= 10
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_min_new_tokens_passes_over_early_stop_strings(target, gamma):
+    """vllm 21987: a stop string ended the output before `min_tokens`."""
+    whole = decoder(target, None).generate([Request([5, 6, 7], 40, ignore_eos=True)])[0].text
+    stop = next(letter for letter in whole if whole.find(letter, 10) >= 0)
+    request = Request([5, 6, 7], 40, min_new_tokens=10, stop=[stop], ignore_eos=True)
+    output = decoder(target, target, num_speculative_tokens=gamma).generate([request])[0]
+    assert whole.index(stop) < 10, "the case would say nothing"
+    assert output.text == whole[: whole.find(stop, 10)]
+    assert len(output.token_ids) == len(output.text)
 
 
 def test_ignore_eos_goes_on(llama, prompts):
@@ -152,6 +167,8 @@ def test_lossy_rules_accept_more_and_say_so(target, near_draft, prompts, accepta
     ("field", "value"),
     [
         ("max_new_tokens", 0),
+        ("max_new_tokens", 4.0),
+        ("seed", 1.5),
         ("temperature", -0.1),
         ("top_k", 0),
         ("top_p", 0.0),
@@ -160,10 +177,22 @@ def test_lossy_rules_accept_more_and_say_so(target, near_draft, prompts, accepta
         ("min_new_tokens", 99),
         ("logprobs", -1),
         ("prompt_token_ids", []),
+        ("prompt_token_ids", torch.tensor([[1, 2]])),
+        ("prompt_token_ids", "text"),
+        ("prompt_token_ids", [1.5]),
+        ("stop_token_ids", [None]),
         ("stop", [""]),
+        ("temperature", 1e-40),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 1e39),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", {3: float("inf")}),
+        ("logit_bias", {"AI": -100}),
+        ("logit_bias", {3: None}),
     ],
 )
 def test_wrong_values_are_refused_by_name(field, value):
+    """Some of them ended whole engines, or gave NaN for p, in vllm 5963, 16529 and 22180, and TRT-LLM 15715."""
     with pytest.raises(ValueError, match=field):
         Request(**{"prompt_token_ids": [1], "max_new_tokens": 4, field: value})
 
@@ -181,3 +210,48 @@ def test_wrong_values_are_refused_by_name(field, value):
 def test_requests_that_do_not_fit_are_refused(target, request_, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(target, None).generate([request_])
+
+
+def test_ids_come_as_tensors_and_arrays_too_and_biases_from_json():
+    plain = Request([5, 6, 7], 9, stop_token_ids=[2], logit_bias={9: 4.0})
+    other = Request(torch.tensor([5, 6, 7]), 9, stop_token_ids=np.int64(2), stop=None, logit_bias={"9": 4})
+    assert other == plain
+    with pytest.raises(ValueError, match="row by row"):
+        Request(torch.tensor([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-20}, {"temperature": 1.0, "top_p": 1e-50}])
+def test_the_ends_of_the_scales_are_greedy(target, near_draft, settings):
+    """vllm 1623, 2937: a tiny temperature or top_p left no probability that is a number."""
+    one = decoder(target, near_draft)
+    greedy, tiny = one.generate([Request([5, 6, 7], 20), Request([5, 6, 7], 20, seed=1, **settings)])
+    assert tiny.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_of_minus_infinity_bans_an_id(target, near_draft, temperature):
+    request = Request([5, 6, 7], 20, temperature=temperature, seed=1, ignore_eos=True)
+    free = decoder(target, near_draft).generate([request])[0].token_ids
+    banned = replace(request, logit_bias={free[3]: -float("inf")})
+    assert free[3] not in decoder(target, near_draft).generate([banned])[0].token_ids
+
+
+def test_end_ids_that_the_model_does_not_have_end_nothing(llama, target):
+    """Configs name ids of a larger tokenizer, or -1 for none; to hold them back was an index error."""
+    other = llama(seed=0, num_layers=3)
+    other.generation_config.eos_token_id = [2, 5000, -1]
+    request = Request([5, 6, 7], 9, min_new_tokens=4)
+    assert (
+        decoder(other, None).generate([request])[0].token_ids == decoder(target, None).generate([request])[0].token_ids
+    )
+
+
+def test_a_target_whose_logits_are_no_numbers_is_told_about(llama, target, caplog):
+    """vllm 22180: NaN became text. Here the text is there, and a warning beside it."""
+    broken = llama(seed=0)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    decoder(target, broken).generate([Request([5, 6, 7], 4)])
+    assert "NaN" not in caplog.text, "a draft may propose what it likes"
+    decoder(broken, None).generate([Request([5, 6, 7], 4), Request([5], 4)])
+    assert caplog.text.count("logits of request 0 are NaN") == 1
