@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distill.config import refuse_for_medusa
 from eval.bench_conditions import tree_of
+from pipeline.remote_store import with_local_prompts
 from pipeline.schema import STAGE_NAMES, Config, TargetConfig
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
@@ -67,7 +68,7 @@ def to_config(composed: DictConfig) -> Config:
         config.target.name = Path(config.target.path).name  # the embedded target's name would be a lie
     if config.draft.init_is_medusa:
         _check_medusa(config)
-    return config
+    return with_local_prompts(config)
 
 
 def _check_medusa(config: Config) -> None:
