@@ -2,8 +2,7 @@
 
 The stage's process reads prompts and writes shards, so that claims, accounting and resume are those of every engine.
 
-`ray.data` is not used. Its actors end with each Dataset, which has to be known before the first of them starts, while the
-rows here come as a stream that ends nobody knows when; and `ray.data.llm` gives candidates as a dict for each token.
+`ray.data` is not used; docs/corpus-engines.md says why.
 """
 
 import importlib.util
@@ -15,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options
+from pipeline.corpus.backends.orphans import OrphanGuard
 from pipeline.corpus.backends.ray_actor import EngineActor, EngineSpec, finished_rows, prompt_table
 from pipeline.corpus.rows import Row
 
@@ -69,6 +69,7 @@ class RayCorpusBackend:
 
         self._ray = ray
         self._actors: list[Any] = []
+        self._guard: OrphanGuard | None = None
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             self._connect(address, num_actors * cpus_per_actor)
@@ -99,6 +100,8 @@ class RayCorpusBackend:
             "object_store_memory": _STORE_BYTES,
             "include_dashboard": False,
         }
+        # Ray sees to most of its processes itself when SIGKILL takes this one, but not to all.
+        self._guard = None if address else OrphanGuard()
         try:
             self._ray.init(
                 address=address or "local",
@@ -107,6 +110,7 @@ class RayCorpusBackend:
                 **({} if address else local),
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
+            self.close()
             raise ValueError(
                 f"corpus.ray_address={address}: no Ray there: {error}. Start one (ray start --head), or set "
                 "corpus.ray_address=null for one on this machine alone"
@@ -148,6 +152,9 @@ class RayCorpusBackend:
         self._actors = []
         if self._is_ours:
             self._ray.shutdown()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
 
 
 def _check_room(there: dict[str, float], wanted: dict[str, float], *, may_grow: bool) -> None:
@@ -170,6 +177,6 @@ def _model_gpus(spec: EngineSpec) -> int:
 
 
 def _said(error: BaseException) -> str:
-    """What the engine said, or what became of its actor, without the traceback."""
+    """What the engine said, or what became of its actor, in one line and without the traceback."""
     cause = getattr(error, "cause", None)
-    return str(cause) if isinstance(cause, ValueError) else f"{type(error).__name__}: {str(error).strip()}"
+    return str(cause) if isinstance(cause, ValueError) else f"{type(error).__name__}: {' '.join(str(error).split())}"

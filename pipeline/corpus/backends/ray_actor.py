@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options
+from pipeline.corpus.backends.base import CorpusBackend, EngineFailure, FinishedRow, Options
 from pipeline.corpus.rows import Row
 from pipeline.corpus.target_info import load_target_info
 from pipeline.models import ModelRef
@@ -57,36 +57,44 @@ class EngineSpec:
 class EngineActor:
     """One engine, which answers a table of rows at a time.
 
-    An engine that fails is started once more: its process may have been killed, while this one was not.
-
-    Raises:
-        ValueError: it cannot be started, or fails twice on the same rows.
+    The engine is made by the first call and not with the actor, so that what it says reaches the caller as it is. One that
+    fails is started once more: its process may have been killed, while this one was not.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self._start()
+        self.backend: CorpusBackend | None = None
 
-    def _start(self) -> None:
+    def start(self) -> CorpusBackend:
+        """The engine, which is there afterwards.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
         from pipeline.corpus.backends import open_engine  # which imports the other side of this one
 
         config, ref = self.spec.config, self.spec.target
         self.backend = open_engine(config, ref, load_target_info(ref.path, ref.trust_remote_code))
+        return self.backend
 
     def is_ready(self) -> bool:
-        """Comes back when the engine is there."""
+        """Comes back when the engine is there; raises as `start`."""
+        self.start()
         return True
 
     def answer(self, prompts: pa.Table, options: Options) -> pa.Table:
-        """All answers, as one table: a call that is made again gives the same one."""
-        rows = prompt_rows(prompts)
+        """All answers, as one table: a call that is made again gives the same one.
+
+        Raises:
+            ValueError: as `start`, or the engine fails twice on these rows.
+        """
+        rows, backend = prompt_rows(prompts), self.backend or self.start()
         try:
-            return answer_table(list(self.backend.generate(iter(rows), options)))
+            return answer_table(list(backend.generate(iter(rows), options)))
         except EngineFailure as failure:
             log.warning("the engine is started anew: %s", failure)
-            self.backend.close()
-            self._start()
-            return answer_table(list(self.backend.generate(iter(rows), options)))
+            backend.close()
+            return answer_table(list(self.start().generate(iter(rows), options)))
 
 
 def prompt_table(rows: Sequence[Row]) -> pa.Table:
@@ -128,8 +136,8 @@ def finished_rows(table: pa.Table, topk: int) -> Iterator[FinishedRow]:
     for row, (token_ids, finish_reason, ids, logprobs, failure) in zip(prompt_rows(table), answers, strict=True):
         finished = FinishedRow(row, token_ids, finish_reason, failure=failure)  # type: ignore[arg-type]
         if ids is not None:
-            finished.topk_ids = np.frombuffer(ids, np.int32).reshape(-1, topk)  # type: ignore[call-overload]
-            finished.topk_logprobs = np.frombuffer(logprobs, np.float16).reshape(-1, topk)  # type: ignore[call-overload]
+            finished.topk_ids = np.frombuffer(ids, np.int32).reshape(-1, topk).copy()  # type: ignore[call-overload]
+            finished.topk_logprobs = np.frombuffer(logprobs, np.float16).reshape(-1, topk).copy()  # type: ignore[call-overload]
         yield finished
 
 
