@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from distill.config import refuse_for_medusa
+from pipeline.remote_store import with_local_prompts
 from pipeline.schema import STAGE_NAMES, Config, TargetConfig
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
@@ -80,7 +81,7 @@ def to_config(composed: DictConfig) -> Config:
         _check_training(config)
     if config.draft.init_is_medusa:
         _check_medusa(config)
-    return config
+    return with_local_prompts(config)
 
 
 def _check_training(config: Config) -> None:

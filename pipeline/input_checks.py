@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from pipeline import compat
 from pipeline.bench_prompts import check_prompt_file
 from pipeline.corpus import check_prompts
+from pipeline.corpus.backends.ray import require_ray
 from pipeline.corpus.mixture import check_sources
 from pipeline.initial_draft import check_draft_settings
 from pipeline.launch import check_launch
@@ -46,6 +47,8 @@ def check_inputs(config: Config) -> None:
             check_prompt_file(prompts, field=field)
     if "bench" in config.stages and "vllm" in config.bench.backends:
         require_vllm()
+    if "corpus" in config.stages and config.corpus.backend == "ray":
+        require_ray()
     check_target(config, resolve_target(config))
 
 

@@ -15,6 +15,7 @@ from pipeline.gate import gate_failures
 from pipeline.models import ModelRef, resolve_target
 from pipeline.prediction import prediction_table
 from pipeline.preflight import check_inputs
+from pipeline.remote_store import RemoteStore
 from pipeline.report import Report, acceptance_table, bench_table, read_result
 from pipeline.schema import Config
 from pipeline.stages import STAGES, Stage, config_subtree, input_revisions, load_function, stage_fingerprints
@@ -33,8 +34,9 @@ def run_stages(config: Config) -> dict[str, Path]:
     """
     transformers_logging.disable_progress_bar()  # one for each small file that is read
     store = Store(Path(config.artifacts_dir))
+    remote = None if config.artifacts_store is None else RemoteStore(config.artifacts_store)
     check_inputs(config)
-    run = _Run(config, store, resolve_target(config))
+    run = _Run(config, store, resolve_target(config), remote)
     folders = run.walk()
     if "export" in folders:
         _conclude(folders["export"], config, run.console)
@@ -59,8 +61,8 @@ def _conclude(folder: Path, config: Config, console: Console) -> None:
 class _Run:
     """One walk over the list."""
 
-    def __init__(self, config: Config, store: Store, target: ModelRef) -> None:
-        self.config, self.store, self.target = config, store, target
+    def __init__(self, config: Config, store: Store, target: ModelRef, remote: RemoteStore | None) -> None:
+        self.config, self.store, self.target, self.remote = config, store, target, remote
         self.console = result_console()
         self.values = asdict(config)
         self.revisions = input_revisions(config, target)
@@ -88,11 +90,7 @@ class _Run:
         return [stage for stage in STAGES if stage.name in names]
 
     def _require_finished(self, stages: list[Stage]) -> None:
-        missing = [
-            stage.name
-            for stage in stages
-            if self.store.finished(stage.name, self.fingerprints[stage.name]) is None
-        ]
+        missing = [stage.name for stage in stages if not self._is_there(stage)]
         if missing:
             raise ValueError(
                 f"stages={self.config.stages} build on {missing}, not finished for this configuration: "
@@ -103,13 +101,22 @@ class _Run:
         return self.store.folder(stage.name, self.fingerprints[stage.name])
 
     def _take(self, stage: Stage, tracker: Tracker) -> Path:
+        if not self._reuse(stage):
+            with self.store.lock(stage.name, self.fingerprints[stage.name]):
+                # Another process may have made it while we waited.
+                if not self._reuse(stage) and not self._fetch(stage):
+                    self._work(stage, tracker)
+        self._publish(stage)
+        return self._folder(stage)
+
+    def _is_there(self, stage: Stage) -> bool:
         fingerprint = self.fingerprints[stage.name]
-        if self._reuse(stage):
-            return self._folder(stage)
+        if self.store.finished(stage.name, fingerprint) is not None:
+            return True
+        if self.remote is None:
+            return False
         with self.store.lock(stage.name, fingerprint):
-            if self._reuse(stage):  # another process made it while we waited
-                return self._folder(stage)
-            return self._work(stage, tracker)
+            return self._reuse(stage) or self._fetch(stage)
 
     def _reuse(self, stage: Stage) -> bool:
         record = self.store.finished(stage.name, self.fingerprints[stage.name])
@@ -119,7 +126,22 @@ class _Run:
             )
         return record is not None
 
-    def _work(self, stage: Stage, tracker: Tracker) -> Path:
+    def _fetch(self, stage: Stage) -> bool:
+        is_there = self.remote is not None and self.remote.fetch(
+            stage.name, self.fingerprints[stage.name], self._folder(stage)
+        )
+        if is_there:
+            self.console.print(f"[green]{stage.name:<10}[/] fetched  {self._shown(stage)}")
+        return is_there
+
+    def _publish(self, stage: Stage) -> None:
+        """Also what an earlier run made, and could not store."""
+        if self.remote is not None and self.remote.publish(
+            stage.name, self.fingerprints[stage.name], self._folder(stage)
+        ):
+            self.console.print(f"[green]{stage.name:<10}[/] stored   {self._shown(stage)}")
+
+    def _work(self, stage: Stage, tracker: Tracker) -> None:
         fingerprint = self.fingerprints[stage.name]
         work_dir = self.store.work_dir(stage.name, fingerprint)
         resumed = work_dir.is_dir() and any(work_dir.iterdir())
@@ -140,7 +162,6 @@ class _Run:
             folder = self.store.finish(self._record(stage, figures, seconds, resumed=resumed))
             tracker.log_reference(stage.name, folder)
         self.console.print(f"[green]{stage.name:<10}[/] done     {self._shown(stage)} in {seconds:.0f} s")
-        return folder
 
     def _record(self, stage: Stage, figures: dict[str, Any], seconds: float, *, resumed: bool) -> StageRecord:
         return StageRecord(

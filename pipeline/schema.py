@@ -7,7 +7,8 @@ from distill.config import ENGINES, DraftConfig, LossConfig, TrainConfig
 from eval.config import BenchConfig, EvalConfig
 from specdec_runtime.config import DecoderConfig
 
-CORPUS_BACKENDS = ("native", "vllm", "openai")
+CORPUS_BACKENDS = ("native", "vllm", "openai", "ray")
+RAY_ENGINES = ("vllm", "native")
 STAGE_NAMES = ("preflight", "corpus", "distill", "eval", "bench", "export")
 
 
@@ -110,6 +111,11 @@ class CorpusConfig:
     num_in_flight: int = 64
     request_timeout_s: float = 600.0
     max_retries: int = 8
+    ray_engine: Optional[str] = None
+    ray_address: Optional[str] = None
+    ray_num_actors: int = 1
+    ray_cpus_per_actor: int = 1
+    ray_gpus_per_actor: Optional[float] = None
     rescore: bool = False
     batch_size: int = 64
     shard_rows: int = 64
@@ -150,8 +156,9 @@ class CorpusConfig:
                 f"corpus.base_urls={list(self.base_urls)}: corpus.backend=openai needs one or more, as in "
                 "corpus.base_urls=[http://localhost:8000/v1]; the other backends take none"
             )
-        if self.backend == "native" and self.engine_args:
-            raise ValueError(f"corpus.engine_args={dict(self.engine_args)}: only the backends vllm and openai take them")
+        if (self.backend == "native" or (self.backend == "ray" and self.ray_engine == "native")) and self.engine_args:
+            raise ValueError(f"corpus.engine_args={dict(self.engine_args)}: only the engines vllm and openai take them")
+        self._check_ray()
         if self.num_in_flight < 1 or self.max_retries < 0 or self.request_timeout_s <= 0:
             raise ValueError(
                 f"corpus.num_in_flight={self.num_in_flight} must be at least 1, corpus.max_retries={self.max_retries} 0 or more, "
@@ -159,6 +166,20 @@ class CorpusConfig:
             )
         if self.rescore and self.topk == 0:
             raise ValueError("corpus.rescore=true with corpus.topk=0: there is nothing to compute; raise corpus.topk")
+
+    def _check_ray(self) -> None:
+        if self.ray_engine not in (None, *RAY_ENGINES):
+            raise ValueError(f"corpus.ray_engine={self.ray_engine!r}: choose from {list(RAY_ENGINES)}; null is vllm")
+        if self.backend != "ray" and (self.ray_engine is not None or self.ray_address is not None):
+            raise ValueError(
+                f"corpus.ray_engine={self.ray_engine} and corpus.ray_address={self.ray_address}: only corpus.backend=ray takes them"
+            )
+        if self.ray_num_actors < 1 or self.ray_cpus_per_actor < 1:
+            raise ValueError(
+                f"corpus.ray_num_actors={self.ray_num_actors} and corpus.ray_cpus_per_actor={self.ray_cpus_per_actor} must be at least 1"
+            )
+        if self.ray_gpus_per_actor is not None and self.ray_gpus_per_actor < 0:
+            raise ValueError(f"corpus.ray_gpus_per_actor={self.ray_gpus_per_actor}: must be 0 or more, or null")
 
     def _check_sources(self) -> None:
         if self.mixture and self.prompts == "":
@@ -258,6 +279,7 @@ class Config:
     stages: list[str] = field(default_factory=lambda: list(STAGE_NAMES))
     seed: int = 0
     artifacts_dir: str = "artifacts"
+    artifacts_store: Optional[str] = None
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)

@@ -138,6 +138,10 @@ NOT_IN_FINGERPRINT = frozenset(
         "corpus.num_in_flight",
         "corpus.request_timeout_s",
         "corpus.max_retries",
+        "corpus.ray_address",
+        "corpus.ray_num_actors",
+        "corpus.ray_cpus_per_actor",
+        "corpus.ray_gpus_per_actor",
         "eval.prompts",
         "bench.prompts",
         "bench.medusa_heads",
@@ -145,7 +149,7 @@ NOT_IN_FINGERPRINT = frozenset(
     }
 )
 #: Settings that came later: null or [], which is what was done before, leaves a fingerprint as it was.
-NOT_IN_FINGERPRINT_IF_EMPTY = frozenset({"draft.num_heads", "bench.trees"})
+NOT_IN_FINGERPRINT_IF_EMPTY = frozenset({"draft.num_heads", "bench.trees", "corpus.ray_engine"})
 #: Settings of a group that not all of its readers read; those that do name them one by one.
 NOT_IN_GROUP = frozenset({"corpus.held_out_fraction", "draft.expected_acceptance"})
 

@@ -8,12 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options
+from pipeline.corpus.backends import open_backend
+from pipeline.corpus.backends.base import EngineFailure, FinishedRow, Options, generate_in_order
 from pipeline.corpus.backends.http import RetryPolicy, Servers
 from pipeline.corpus.backends.openai import OpenAICorpusBackend
 from pipeline.corpus.backends.vllm import VllmCorpusBackend
+from pipeline.corpus.target_info import load_target_info
+from pipeline.schema import Config, CorpusConfig, TargetConfig
 from tests.integration.vllm_models import NUM_TOKENS, save, tiny_llama
 from tests.unit.pipeline.corpus_contract import STOPS, check_contract, make_rows
+from tests.unit.pipeline.corpus_samples import make_context
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -48,6 +52,27 @@ def engine(folder: Path) -> Iterator[VllmCorpusBackend]:
 
 def test_contract_in_process(engine: VllmCorpusBackend) -> None:
     check_contract(engine, tiny_llama(**MODEL), atol=5e-3)
+
+
+def test_contract_in_an_actor_of_ray(folder: Path, tmp_path: Path) -> None:
+    """And an engine that is killed while its actor lives is started again."""
+    pytest.importorskip("ray")
+    corpus = CorpusConfig(
+        backend="ray", batch_size=4, max_prompt_tokens=64, max_new_tokens=64, topk=16, engine_args={"enforce_eager": True}
+    )
+    config = Config(artifacts_dir=str(tmp_path), target=TargetConfig(path=str(folder), dtype="float32"), corpus=corpus)
+    backend = open_backend(make_context(config, tmp_path / "work"), load_target_info(str(folder), False))
+    try:
+        assert backend.name == "ray:vllm"
+        check_contract(backend, tiny_llama(**MODEL), atol=5e-3)
+        children = psutil.Process().children(recursive=True)
+        (engine,) = [child for child in children if "EngineCor" in child.name()]
+        expected = generate_in_order(backend, make_rows(), Options(STOPS, topk=4))
+        engine.send_signal(signal.SIGKILL)
+        again = generate_in_order(backend, make_rows(), Options(STOPS, topk=4))
+        assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+    finally:
+        backend.close()
 
 
 def test_contract_by_server(folder: Path, tmp_path: Path) -> None:
