@@ -109,6 +109,8 @@ class DecoderConfig:
         tree = self.topology
         if tree is None:
             return
+        from specdec_runtime.tree import DynamicTree  # late, as in `topology`
+
         if tree.depth > self.num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: below the tree's depth of {tree.depth}; raise it, or "
