@@ -122,7 +122,7 @@ def test_bad_pairs(
     assert "bad pair: 1 of the findings above forbid it: " + code in printed
 
 
-@pytest.mark.parametrize(("draft_ms", "word", "code"), [(10.0, "no", 3), (1.0, "yes", 0)])
+@pytest.mark.parametrize(("draft_ms", "word", "code"), [(20.0, "no", 3), (1.0, "yes", 0)])
 def test_pair_that_fits_is_probed_and_answered(
     target: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, draft_ms: float, word: str, code: int
 ) -> None:

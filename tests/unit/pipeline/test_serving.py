@@ -1,8 +1,7 @@
 """The serving measurements' own parts, without vLLM: what they start from, what they read, what they report."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +122,25 @@ def test_servers_run_alone_or_take_turns(monkeypatch: pytest.MonkeyPatch, side_b
     running: list[str] = []
     most = 0
 
-    @contextmanager
-    def server(name: str) -> Iterator[str]:
-        running.append(name)
-        yield name
-        running.remove(name)
+    class Server(AbstractContextManager["Server"]):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> "Server":
+            running.append(self.name)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            running.remove(self.name)
 
     names = ("none", "distilled")
-    monkeypatch.setattr(bench_serving, "servers", lambda *_: ((name, server(name)) for name in names))
+    monkeypatch.setattr(bench_serving, "servers", lambda *_: ((name, Server(name)) for name in names))
     words = ["--rates", "--concurrency", "1", "8", "--temperatures", "0", *["--side-by-side"] * side_by_side]
     arguments = bench_serving.parse_arguments(words)
     loads = [Load(concurrency=1), Load(concurrency=8)]
     asked = []
     for draft, served, _, load in bench_serving.points(read_like(gamma=1), arguments, Path(), loads):
-        assert served == draft and draft in running
+        assert served.name == draft and draft in running
         most = max(most, len(running))
         asked.append((draft, load.concurrency))
     order = [(name, n) for n in (1, 8) for name in names] if side_by_side else [(name, n) for name in names for n in (1, 8)]  # fmt: skip
