@@ -12,7 +12,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -119,7 +119,8 @@ class Store:
             fresh.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
             fresh.replace(link)
         except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            fresh.unlink(missing_ok=True)
+            with suppress(OSError):
+                fresh.unlink()
             raise ValueError(
                 f"{link} cannot be made a link to {folder} ({error.strerror}): remove {link.parent}, which holds links only"
             ) from error
