@@ -22,8 +22,8 @@ def require_same_tokenizer(target_tokenizer: PreTrainedTokenizerBase, draft_toke
             for token in differing[:NUM_NAMED]
         )
         raise ValueError(
-            f"draft.path: the draft's tokenizer is not the target's: {len(differing)} tokens have other ids, the first are "
-            f"{named}. Choose a draft of the target's own family, or leave draft.path null to copy the target's layers"
+            f"the draft's tokenizer is not the target's: {len(differing)} tokens have other ids, the first are "
+            f"{named}. Choose a draft of the target's own family"
         )
     _require_same_special_tokens(target_tokenizer, draft_tokenizer)
 
@@ -39,6 +39,6 @@ def _require_same_special_tokens(target: PreTrainedTokenizerBase, draft: PreTrai
     differing += [f"{token!r} is special in one of them only" for token in only_one[:NUM_NAMED]]
     if differing:
         raise ValueError(
-            f"draft.path: the draft's special tokens are not the target's: {'; '.join(differing)}. Choose a draft of the "
+            f"the draft's special tokens are not the target's: {'; '.join(differing)}. Choose a draft of the "
             "target's own family and kind (chat or base), or set its special tokens to the target's"
         )

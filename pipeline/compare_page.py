@@ -88,7 +88,7 @@ def _bars(runs: Sequence[RunRecord], metrics: dict[str, str], level: float | Non
         axes.axvline(level, color="#7f7f7f", linewidth=1)
     axes.margins(x=0.08)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: bars may end anywhere
     return figure
 
 

@@ -1,7 +1,7 @@
 """The whole checklist for one target and one draft, from their folders or Hugging Face ids."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +95,16 @@ def check_start_draft(
 ) -> list[Finding]:
     """The same checklist for a draft that will be trained and exported: what export mends is a warning."""
     findings = check_pair(target, draft, chat=False, trust_remote_code=trust_remote_code)
-    return compat.demote(findings, MENDED_BY_EXPORT)
+    named = [
+        replace(
+            finding,
+            message=f"draft.path: {finding.message}, or leave draft.path null to copy the target's layers",
+        )
+        if finding.code in ("tokenizer", "special_tokens")
+        else finding
+        for finding in findings
+    ]
+    return compat.demote(named, MENDED_BY_EXPORT)
 
 
 def _same_file(target: str | Path, draft: str | Path, name: str) -> bool:
