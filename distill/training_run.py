@@ -79,6 +79,7 @@ class TrainingRun(TrainerCallback):
 
     def finish(self) -> None:
         """Evaluate the last weights, if they were not yet, and mark the run complete."""
+        self.processes.wait()  # the others' trainers look for checkpoints at their end, and these go now
         if self.progress.curve[-1][0] != self.progress.step:
             self._evaluate()
         self.progress.seconds = self.clock.seconds()
