@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -127,6 +128,10 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 @contextmanager
 def _one_process_is_meant() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as error:
+        # It is a BaseException, which no handler of errors takes, around what failed: a full disk, for one.
+        raise next(iter(error.failures.values()))[0] from None

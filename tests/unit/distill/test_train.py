@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.config import LossConfig
 from distill.draft_init import draft_from_layers
+from distill.sharding import save_state
 from tests.unit.distill.training_call import Killed, MakeModel, MakeRows, assert_same, train, weights
 
 
@@ -99,6 +100,14 @@ def test_a_checkpoint_that_lost_its_end_is_not_gone_on_from(
     assert "checkpoint-3 is damaged" in caplog.text
     assert_same(weights(resumed), weights(whole))
     assert result.num_supervised_tokens == expected.num_supervised_tokens
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_ordinary_error(llama: MakeModel, tmp_path: Path) -> None:
+    """speculators 743: PyTorch wraps it in a BaseException, past everything that names a full disk."""
+    (tmp_path / "file").write_text("")
+    draft = llama()
+    with pytest.raises(OSError, match="file"):
+        save_state(tmp_path / "file" / "state", draft, torch.optim.AdamW(draft.parameters()))
 
 
 def test_best_is_chosen_by_held_out_acceptance(llama: MakeModel, rows: MakeRows, tmp_path: Path) -> None:
