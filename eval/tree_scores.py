@@ -34,7 +34,7 @@ from eval.teacher_forcing import (
 )
 from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.verify import residual
-from specdec_runtime.verify_tree import sample_without_replacement
+from specdec_runtime.verify_tree import drawn_from, sample_without_replacement, without
 
 Array = NDArray[np.float32]
 #: Positions whose logits are in memory at once.
@@ -190,18 +190,16 @@ def guesses_that_stand(
 
 def _by_rejection(p_NV: Tensor, q_NC: Tensor, drawn_NK: Tensor, vocab_ids_C: Tensor | None) -> Tensor:
     """Sibling after sibling as in `verify_tree`, with the probability of each verdict in place of a verdict."""
-    q_NV = q_NC if vocab_ids_C is None else torch.zeros_like(p_NV).index_copy(1, vocab_ids_C, q_NC)
+    columns_NC = None if vocab_ids_C is None else vocab_ids_C.expand_as(q_NC)
     ids_NK = drawn_NK if vocab_ids_C is None else vocab_ids_C[drawn_NK]
     goes_on_N, stands = torch.ones(len(p_NV), device=p_NV.device), []
-    for ids_N in ids_NK.unbind(dim=1):
-        ids_N1 = ids_N[:, None]
-        mass_N1 = q_NV.sum(dim=1, keepdim=True)
-        one_hot_NV = torch.zeros_like(q_NV).scatter_(1, ids_N1, 1.0)
-        drawn_from_NV = torch.where(mass_N1 > 0, q_NV / mass_N1, one_hot_NV)
-        chance_N = (p_NV.gather(1, ids_N1) / drawn_from_NV.gather(1, ids_N1)).squeeze(1).clamp(max=1.0)
+    for column_N, ids_N in zip(drawn_NK.unbind(dim=1), ids_NK.unbind(dim=1), strict=True):
+        column_N1, ids_N1 = column_N[:, None], ids_N[:, None]
+        drawn_from_NC = drawn_from(q_NC, column_N1)
+        chance_N = (p_NV.gather(1, ids_N1) / drawn_from_NC.gather(1, column_N1)).squeeze(1).clamp(max=1.0)
         stands.append(goes_on_N * chance_N)
         goes_on_N = goes_on_N * (1 - chance_N)
-        left_NV = residual(p_NV, drawn_from_NV, None)
+        left_NV = residual(p_NV, drawn_from_NC, columns_NC)
         p_NV = left_NV / left_NV.sum(dim=1, keepdim=True)
-        q_NV = q_NV.scatter(1, ids_N1, 0.0)
+        q_NC = without(q_NC, column_N1)
     return torch.stack(stands, dim=1)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eval.bootstrap import Interval
 from eval.crossed_bootstrap import crossed_bootstrap, crossed_difference
+from pipeline.markdown import table_lines
 from pipeline.prompt_sums import Key, PromptSums, read_prompt_sums
 from pipeline.report import read_result
 from pipeline.trials import Trial
@@ -171,12 +172,13 @@ def markdown_table(result: AblationResult) -> str:
     headings = ["variant", "seeds", "steps", "tokens/s"]
     for name in names:
         headings += [f"alpha {name}", "difference"]
-    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    rows = []
     for row in sorted(result.rows, key=lambda row: -row.cells[0].value.value):
         words = [row.variant, str(len(row.seeds)), f"{row.num_steps:.0f}", f"{row.tokens_per_second:.0f}"]
         for cell in row.cells:
             words += [_shown(cell.value), "baseline" if cell.difference is None else _difference(cell.difference)]
-        lines.append("| " + " | ".join(words) + " |")
+        rows.append(words)
+    lines = table_lines(headings, rows)
     prompts = ", ".join(f"{number} at {name}" for name, number in result.num_prompts.items())
     over = "training seeds and held-out answers" if all(len(row.seeds) > 1 for row in result.rows) else (
         "held-out answers, and over training seeds only where there are several"

@@ -81,10 +81,23 @@ def read_plan(schema: type[Plan], group: str, words: Sequence[str]) -> tuple[str
     file = Path(words[0]) if words[0].endswith(".yaml") else folder / f"{words[0]}.yaml"
     if not file.is_file():
         raise ValueError(f"{words[0]}: no such plan; choose from {', '.join(known)}, or give a YAML file")
-    own = [word.removeprefix(f"{group}.") for word in words[1:] if word.startswith(f"{group}.")]
+    plan, others = read_own_settings(schema, group, words[1:], file=file)
+    return file.stem, plan, others
+
+
+def read_own_settings(
+    schema: type[Plan], group: str, words: Sequence[str], *, file: Path | None = None
+) -> tuple[Plan, list[str]]:
+    """`schema` with what a YAML `file` sets, changed by the words `<group>.field=value`; and the other words.
+
+    Raises:
+        ValueError: a field that the dataclass does not have, or a value that it refuses.
+    """
+    own = [word.removeprefix(f"{group}.") for word in words if word.startswith(f"{group}.")]
+    layers = [] if file is None else [OmegaConf.load(file)]
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(file), OmegaConf.from_dotlist(own))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), *layers, OmegaConf.from_dotlist(own))
         plan = cast(Plan, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{group} {file.stem}: {describe(error)}") from error
-    return file.stem, plan, [word for word in words[1:] if not word.startswith(f"{group}.")]
+        raise ValueError(f"{group if file is None else f'{group} {file.stem}'}: {describe(error)}") from error
+    return plan, [word for word in words if not word.startswith(f"{group}.")]

@@ -5,6 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from pipeline.halving import Rung
+from pipeline.markdown import table_lines
 from pipeline.search_score import Score, pareto_front
 
 Rungs = list[Rung[Score]]
@@ -26,11 +27,11 @@ def as_dict(rungs: Rungs) -> list[dict[str, Any]]:
 def markdown_table(rungs: Rungs) -> str:
     """The last round first; candidates that are on the round's Pareto front have a star."""
     headings = ("minutes", "candidate", "predicted speedup", "gamma", "tau", "alpha", "draft ms", "cost ratio", "steps")
-    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    rows = []
     for rung in reversed(rungs):
         front = pareto_front(rung.results)
         for name, score in rung.results.items():
-            words = (
+            rows.append((
                 f"{rung.budget:g}",
                 name + (" *" if name in front else ""),
                 f"{score.speedup:.3f}",
@@ -40,9 +41,9 @@ def markdown_table(rungs: Rungs) -> str:
                 f"{score.draft_ms:.2f}",
                 f"{score.cost_ratio:.3f}",
                 str(score.num_steps),
-            )
-            lines.append("| " + " | ".join(words) + " |")
-    return "\n".join([*lines, "", "* no other candidate of the round has a higher alpha without a dearer draft step"]) + "\n"
+            ))
+    note = "* no other candidate of the round has a higher alpha without a dearer draft step"
+    return "\n".join([*table_lines(headings, rows), "", note]) + "\n"
 
 
 def pareto_figure(rungs: Rungs, *, title: str) -> Figure:

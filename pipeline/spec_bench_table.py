@@ -11,6 +11,7 @@ from rich.table import Table
 
 from eval.bench_conditions import tree_name
 from eval.bootstrap import bootstrap_speedup
+from pipeline.markdown import table_lines
 
 Row = dict[str, Any]
 GROUPS = ("MT-bench", "translation", "summarization", "QA", "math", "RAG")
@@ -125,7 +126,5 @@ def leaderboard_table(result: Sequence[Row]) -> Table:
 def leaderboard_markdown(result: Sequence[Row]) -> str:
     """For a page."""
     heads = ["decoding", *(f"{g} ({c['num_prompts']})" for g, c in result[0]["groups"].items()), "overall", "95% interval"]
-    lines = [heads, ["---"] * len(heads)]
-    for row in result:
-        lines.append([way_name(row), *_cells(row), f"{row['overall']['low']:.2f} to {row['overall']['high']:.2f}"])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = [[way_name(row), *_cells(row), f"{row['overall']['low']:.2f} to {row['overall']['high']:.2f}"] for row in result]
+    return "\n".join(table_lines(heads, rows)) + "\n"

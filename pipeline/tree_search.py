@@ -10,10 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -25,10 +22,9 @@ from eval.tree_choice import TreePrediction, is_chain, predict_all, topology_of
 from eval.tree_scores import GuessScores, guess_scores
 from eval.tree_timing import TreeTimes, measure_tree_times
 from eval.tree_verdict import TreeVerdict, judge_trees, way_of
-from pipeline.commands import compose_config, run_command
+from pipeline.commands import compose_config, read_own_settings, run_command
 from pipeline.context import StageContext
 from pipeline.drafts import load_drafts
-from pipeline.errors import describe
 from pipeline.eval_rows import eval_rows
 from pipeline.finished import finished_context
 from pipeline.models import load_causal_lm, resolve_target
@@ -79,13 +75,8 @@ def main(words: Sequence[str]) -> None:
     Raises:
         ValueError: a setting that there is not, or the draft is not trained yet.
     """
-    own = [word.removeprefix("tree_search.") for word in words if word.startswith("tree_search.")]
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(TreeSearchPlan), OmegaConf.from_dotlist(own))
-        plan = cast(TreeSearchPlan, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"tree_search: {describe(error)}") from error
-    search_trees(compose_config([word for word in words if not word.startswith("tree_search.")]), plan)
+    plan, settings = read_own_settings(TreeSearchPlan, NAME, words)
+    search_trees(compose_config(settings), plan)
 
 
 def search_trees(config: Config, plan: TreeSearchPlan) -> Path:

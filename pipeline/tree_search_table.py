@@ -7,6 +7,7 @@ from eval.tree_choice import TreePrediction, is_chain, topology_of
 from eval.tree_scores import GuessScores
 from eval.tree_timing import TreeTimes
 from eval.tree_verdict import TreeVerdict
+from pipeline.markdown import table_lines
 
 Row = dict[str, Any]
 NUM_SHOWN = 8
@@ -110,6 +111,5 @@ def _ms(values: Iterable[float]) -> list[str]:
     return [f"{ms:.1f}" for ms in values]
 
 
-def _table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [heading, ["---"] * len(heading), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(table_lines(heading, rows))

@@ -64,8 +64,8 @@ class DynamicTreeDrafter(Drafter):
                 growth.expand()
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += depth if num else 0
-        num_nodes, depth_B = max(1, min(self.tree.num_nodes, self.max_draft_tokens // len(rows))), wanted_B.clamp(max=depth)
-        grown = growth.finish(num_nodes, depth_B)
+        depth_B = wanted_B.clamp(max=depth)
+        grown = growth.finish(self.tree.nodes_per_row(len(rows), self.max_draft_tokens), depth_B)
         return Proposal(grown.ids_BN, depth_B, None, grown.trees, grown.draft_nodes_BN)
 
     def settle(self, row: Row, *, num_accepted: int, num_drafted: int) -> None:

@@ -118,8 +118,8 @@ class MedusaDrafter:
                 growth.expand()
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += 1 if num else 0
-        num_nodes, depth_B = max(1, min(tree.num_nodes, self.max_draft_tokens // len(rows))), batch.column(wanted).clamp(max=depth)
-        grown = growth.finish(num_nodes, depth_B)
+        depth_B = batch.column(wanted).clamp(max=depth)
+        grown = growth.finish(tree.nodes_per_row(len(rows), self.max_draft_tokens), depth_B)
         return Proposal(grown.ids_BN, depth_B, None, grown.trees)
 
     def _topology(self, max_depth: int, num_rows: int) -> Tree:

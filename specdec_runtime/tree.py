@@ -156,6 +156,10 @@ class DynamicTree:
                 "nodes as depths, or more"
             )
 
+    def nodes_per_row(self, num_rows: int, max_draft_tokens: int) -> int:
+        """Nodes of each of so many rows, of which all together have at most `max_draft_tokens`, and each at least one."""
+        return max(1, min(self.num_nodes, max_draft_tokens // num_rows))
+
     @property
     def num_expanded(self) -> int:
         """Nodes of a depth that get children, the likeliest ones: as wide as a draft's forward is below the root."""

@@ -115,7 +115,7 @@ def _try_in_turn(
         ids_B1, u_B1 = siblings.ids_BK[:, rank, None], siblings.uniform_BK[:, rank, None]
         is_tried_B = siblings.is_there_BK[:, rank] & (stood_B < 0)
         column_B1 = column_BK[:, rank, None]
-        drawn_from_BC = _drawn_from(q_BC, column_B1)
+        drawn_from_BC = drawn_from(q_BC, column_B1)
         stands_B = (u_B1 * drawn_from_BC.gather(1, column_B1) < p_BV.gather(1, ids_B1)).squeeze(1)
         stood_B = torch.where(is_tried_B & stands_B, rank, stood_B)
         falls_B = is_tried_B & ~stands_B
@@ -124,7 +124,7 @@ def _try_in_turn(
         fallen_BV = residual(p_BV, drawn_from_BC, columns_BC)
         fallen_BV = fallen_BV / fallen_BV.sum(dim=1, keepdim=True)
         p_BV = torch.where(falls_B[:, None], fallen_BV, p_BV)
-        q_BC = _without(q_BC, column_B1)
+        q_BC = without(q_BC, column_B1)
     return stood_B, p_BV
 
 
@@ -227,19 +227,19 @@ def sample_without_replacement(probs_BC: Tensor, uniform_BK: Tensor, ranking_BC:
     for rank in range(uniform_BK.shape[1]):
         drawn_B = sample_by_inverse_cdf(probs_BC, uniform_BK[:, rank])
         column_B1 = torch.where(probs_BC.sum(dim=1) > 0, drawn_B, ranking_BC.argmax(dim=1))[:, None]
-        probs_BC = _without(probs_BC, column_B1)
+        probs_BC = without(probs_BC, column_B1)
         ranking_BC = ranking_BC.scatter(1, column_B1, -torch.inf)
         columns.append(column_B1)
     return torch.cat(columns, dim=1)
 
 
-def _drawn_from(left_BC: Tensor, column_B1: Tensor) -> Tensor:
+def drawn_from(left_BC: Tensor, column_B1: Tensor) -> Tensor:
     """The distribution that a child was drawn from: what is left of q, renormalised, or one-hot where nothing is."""
     mass_B1 = left_BC.sum(dim=1, keepdim=True)
     one_hot_BC = torch.zeros_like(left_BC).scatter_(1, column_B1, 1.0)
     return torch.where(mass_B1 > 0, left_BC / mass_B1, one_hot_BC)
 
 
-def _without(q_BC: Tensor, column_B1: Tensor) -> Tensor:
+def without(q_BC: Tensor, column_B1: Tensor) -> Tensor:
     """q with a child that was tried taken out; not renormalised."""
     return q_BC.scatter(1, column_B1, 0.0)

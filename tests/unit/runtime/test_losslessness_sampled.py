@@ -214,7 +214,7 @@ def test_outputs_follow_the_target_with_trees(models, sampler, name):
 @pytest.mark.parametrize("fault", ["residual", "replacement"])
 def test_a_broken_rule_for_trees_is_found(models, monkeypatch, fault):
     """p not updated when a sibling falls; siblings that were tried left in q."""
-    right, name = verify_tree.verify_tree, {"residual": "residual", "replacement": "_without"}[fault]
+    right, name = verify_tree.verify_tree, {"residual": "residual", "replacement": "without"}[fault]
 
     def faulty(*args, **kwargs):
         with monkeypatch.context() as patched:  # what draws the siblings stays right

@@ -180,7 +180,7 @@ def test_without_the_residual_update_it_is_found(monkeypatch):
 def test_a_q_with_the_tried_ones_left_in_is_found(monkeypatch):
     """Children drawn without replacement are judged as if they had been drawn with it."""
     trees = drawn("wide")
-    monkeypatch.setattr(module, "_without", lambda q_BV, ids_B1: q_BV)
+    monkeypatch.setattr(module, "without", lambda q_BV, ids_B1: q_BV)
     assert trees.p_value(trees.judged()) < ALPHA
 
 
