@@ -24,11 +24,15 @@ from distill.train import trained_result
 from pipeline.config import conf_dir
 from pipeline.context import StageContext
 from pipeline.processes import is_alive, process_mark
+from pipeline.report import read_result
 from pipeline.schema import Config
+from pipeline.store import write_json
 from pipeline.training_phases import Trained
 
 #: The folder of a launched training in the stage's folder, and what lies there.
 LAUNCH, CALL, HELD_OUT, METRICS, LAUNCHER = "launch", "call.pt", "held_out.pt", "metrics.jsonl", "launcher"
+#: How many bytes of METRICS are in MLflow.
+LOGGED = "logged.json"
 POLL_SECONDS = 0.5
 #: Exceptions that a process reports by kind and message, and that are raised again here.
 REPORTED = {"ValueError": ValueError, "FloatingPointError": FloatingPointError}
@@ -92,12 +96,15 @@ def _num_processes(config: Config) -> int:
     return config.launch.num_processes or torch.cuda.device_count()
 
 
-def wait_for_launched(work_dir: Path) -> None:
-    """Wait for the processes of a killed pipeline: they notice within a second, and write to its folder until then."""
-    path = work_dir / LAUNCH / LAUNCHER
+def take_over_launched(context: StageContext) -> None:
+    """Wait for the processes of a killed pipeline, which notice within a second, and log what they reported after it died:
+    the training goes on behind it."""
+    folder = context.work_dir / LAUNCH
+    path = folder / LAUNCHER
     mark = path.read_text() if path.is_file() else ""
     while is_alive(mark):
         time.sleep(POLL_SECONDS)
+    _log_new(context, folder)
 
 
 def prepare_launch(
@@ -128,18 +135,17 @@ def train_launched(context: StageContext) -> Trained:
     """
     launch, folder = context.config.launch, context.work_dir / LAUNCH
     num_processes = _num_processes(context.config)
-    reported = 0
     # In a session of its own, so that Ctrl-C reaches this process only, which then ends the others.
     process = subprocess.Popen(launch_command(str(launch.engine), num_processes, context.work_dir), start_new_session=True)
     try:
         (folder / LAUNCHER).write_text(process_mark(process.pid))
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
-            reported = _log_new(context, folder / METRICS, reported)
+            _log_new(context, folder)
     finally:
         process.terminate()
         process.wait()
-    _log_new(context, folder / METRICS, reported)
+    _log_new(context, folder)
     result = trained_result(context.work_dir)
     if process.returncode != 0 or result is None:
         _raise_reported(folder, process.returncode)
@@ -157,18 +163,21 @@ def launch_command(engine: str, num_processes: int, work_dir: Path) -> list[str]
     ]  # fmt: skip
 
 
-def _log_new(context: StageContext, path: Path, num_bytes: int) -> int:
-    """Log the lines that came since `num_bytes`; return where they end."""
-    if not path.exists():
-        return num_bytes
-    with path.open("rb") as stream:
+def _log_new(context: StageContext, folder: Path) -> None:
+    """Log the whole lines that are not in MLflow yet."""
+    metrics, logged = folder / METRICS, folder / LOGGED
+    if not metrics.exists():
+        return
+    num_bytes = read_result(folder, LOGGED)["num_bytes"] if logged.exists() else 0
+    with metrics.open("rb") as stream:
         stream.seek(num_bytes)
         text = stream.read()
     whole = text[: text.rfind(b"\n") + 1]
     for line in whole.splitlines():
         entry = json.loads(line)
         context.tracker.log_metrics(entry["metrics"], entry["step"])
-    return num_bytes + len(whole)
+    if whole:
+        write_json(logged, {"num_bytes": num_bytes + len(whole)})
 
 
 def _raise_reported(folder: Path, code: int) -> None:

@@ -15,7 +15,7 @@ from pipeline.context import StageContext, load_target
 from pipeline.corpus.policy import share_temperatures
 from pipeline.held_out import CorpusParts, corpus_parts
 from pipeline.initial_draft import CANDIDATES, obtain_initial_draft
-from pipeline.launch import LAUNCH, prepare_launch, train_launched, wait_for_launched
+from pipeline.launch import LAUNCH, prepare_launch, take_over_launched, train_launched
 from pipeline.report import read_result
 from pipeline.shortlist import shortlist, shortlist_figures, with_chosen_shortlist
 from pipeline.stage_medusa import distill_heads
@@ -35,7 +35,7 @@ def run_distill(context: StageContext) -> dict[str, object]:
 
     With draft.init=medusa, `draft/` holds heads (`specdec_runtime.load_medusa_heads`), and there is no `undistilled/`.
     """
-    wait_for_launched(context.work_dir)
+    take_over_launched(context)
     finished = context.work_dir / "train.json"
     if finished.is_file():  # killed while it cleaned up
         return _figures_of(read_result(context.work_dir, finished.name))

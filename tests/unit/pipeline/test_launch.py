@@ -20,8 +20,8 @@ from pipeline.launch import (
     METRICS,
     check_launch,
     launch_command,
+    take_over_launched,
     train_launched,
-    wait_for_launched,
 )
 from pipeline.models import ModelRef
 from pipeline.processes import process_mark
@@ -132,13 +132,28 @@ def test_processes_that_die_say_how_to_go_on(context: StageContext, monkeypatch:
         train_launched(context)
 
 
-def test_what_a_killed_pipeline_left_running_is_waited_for(tmp_path: Path) -> None:
+def test_what_a_killed_pipeline_left_running_is_waited_for(context: StageContext) -> None:
     """Until the launcher is dead; nobody has asked for its exit code, so its entry in the table of processes stays."""
-    wait_for_launched(tmp_path)
+    take_over_launched(context)
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
-    (tmp_path / LAUNCH).mkdir()
-    (tmp_path / LAUNCH / LAUNCHER).write_text(process_mark(launcher.pid))
+    (context.work_dir / LAUNCH / LAUNCHER).write_text(process_mark(launcher.pid))
     started = time.monotonic()
-    wait_for_launched(tmp_path)
+    take_over_launched(context)
     assert time.monotonic() - started > 0.5
     assert launcher.poll() == 0
+
+
+def test_what_processes_reported_after_the_pipeline_was_killed_is_logged_by_the_next(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"step": step, "metrics": {"loss": 1.0}}) + "\n" for step in (1, 2, 3)]
+    metrics = context.work_dir / LAUNCH / METRICS
+    metrics.write_text(lines[0])
+    pretend(monkeypatch, "raise SystemExit(9)")
+    with pytest.raises(RuntimeError):
+        train_launched(context)
+    with metrics.open("a") as stream:
+        stream.write(lines[1] + lines[2][:5])  # killed while it wrote
+    take_over_launched(context)
+    take_over_launched(context)
+    assert [step for step, _ in context.tracker.seen] == [1, 2]
