@@ -1,8 +1,8 @@
 """The corpus from vLLM itself, in process and by `vllm serve` on loopback: the contract, and what kills an engine."""
 
-import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,16 @@ def engine(folder: Path) -> Iterator[VllmCorpusBackend]:
     engine.close()
 
 
+def engine_processes() -> set[psutil.Process]:
+    """vLLM's, below this process, also below an actor."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and "EngineCor" in child.name():
+                found.add(child)
+    return found
+
+
 def test_contract_in_process(engine: VllmCorpusBackend) -> None:
     check_contract(engine, tiny_llama(**MODEL), atol=5e-3)
 
@@ -61,12 +71,12 @@ def test_contract_in_an_actor_of_ray(folder: Path, tmp_path: Path) -> None:
         backend="ray", batch_size=4, max_prompt_tokens=64, max_new_tokens=64, topk=16, engine_args={"enforce_eager": True}
     )
     config = Config(artifacts_dir=str(tmp_path), target=TargetConfig(path=str(folder), dtype="float32"), corpus=corpus)
+    others = engine_processes()
     backend = open_backend(make_context(config, tmp_path / "work"), load_target_info(str(folder), False))
     try:
         assert backend.name == "ray:vllm"
         check_contract(backend, tiny_llama(**MODEL), atol=5e-3)
-        children = psutil.Process().children(recursive=True)
-        (engine,) = [child for child in children if "EngineCor" in child.name()]
+        (engine,) = engine_processes() - others
         expected = generate_in_order(backend, make_rows(), Options(STOPS, topk=4))
         engine.send_signal(signal.SIGKILL)
         again = generate_in_order(backend, make_rows(), Options(STOPS, topk=4))
@@ -97,6 +107,7 @@ def test_processed_logprobs_are_refused(folder: Path) -> None:
 
 
 def test_a_killed_engine_process_ends_the_run_and_keeps_what_had_finished(folder: Path) -> None:
+    others = engine_processes()
     engine = engine_of(folder)
     rows = make_rows([[1, 10 + i % 80] for i in range(400)], max_new_tokens=60)
     finished: list[FinishedRow] = []
@@ -104,7 +115,6 @@ def test_a_killed_engine_process_ends_the_run_and_keeps_what_had_finished(folder
         for one in engine.generate(iter(rows), Options(STOPS, topk=4)):
             finished.append(one)
             if len(finished) == 40:
-                for child in psutil.Process().children(recursive=True):
-                    if "EngineCor" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
-                        os.kill(child.pid, signal.SIGKILL)
+                for process in engine_processes() - others:
+                    process.send_signal(signal.SIGKILL)
     assert 40 <= len(finished) < 400 and all(one.failure is None for one in finished)
