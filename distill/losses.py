@@ -4,7 +4,8 @@ Every loss has two forms. `loss(target_logp_NV, draft_logp_NV)` takes fp32 log-p
 `loss_topk(topk_ids_NK, topk_logp_NK, draft_logp_NV)` takes the K cached log-probabilities of the target: the other
 V - K ids form one bucket, the *tail*, whose mass is what is left of 1 on both sides. Merging ids can only shrink an
 f-divergence (data processing inequality), so `forward_kl_topk`, `reverse_kl_topk`, `jsd_topk`, `tv_topk` and
-`nla_topk` are lower bounds of the full losses, tight when p and q are proportional inside the tail.
+`nla_topk` are lower bounds of the full losses, tight when p and q are proportional inside the tail. Training takes the
+same buckets from raw logits, once for all of its losses (`distill.objective`).
 
 Ids that q cannot reach (`draft_logp` is -inf: a padded vocabulary; or `topk_ids` is -1: outside the draft's
 vocabulary shortlist) keep their target mass. The overlap losses count it as rejected, which it is. The KL losses

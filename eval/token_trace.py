@@ -29,7 +29,7 @@ Detokenize = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Probability:
-    """A token with p and q at its place; both at the trace's `shown_temperature`."""
+    """A token with p and q at its place, both at the temperature of sampling, or at 1 where that is 0."""
 
     token_id: int
     text: str
@@ -51,7 +51,7 @@ class TracedToken:
 class TokenTrace:
     """One response, token by token. `text` is the decoded output, and the texts of the tokens join up to it.
 
-    The counts are the engine's own. `shown_temperature`: of p and q; the sampling temperature, or 1 where that is 0.
+    The counts are the engine's own.
     """
 
     prompt: str
@@ -66,10 +66,6 @@ class TokenTrace:
     num_accepted: int
     block_efficiency: float
     tokens: list[TracedToken] = field(repr=False)
-
-    @property
-    def shown_temperature(self) -> float:
-        return self.temperature or 1.0
 
     def num_written_by(self, writer: str) -> int:
         """Tokens of one of `WRITERS`."""

@@ -14,8 +14,6 @@ class TreeVerdict:
     interval over prompts. `reason`: in words."""
 
     chosen: Measurement
-    best_chain: Measurement
-    best_tree: Measurement
     tree_over_chain: Interval
     reason: str
 
@@ -39,7 +37,7 @@ def judge_trees(measurements: Sequence[Measurement], *, num_bootstrap: int, seed
     if _speed(plain) > _speed(chosen):
         reason += f" Plain decoding is faster than both: {_speed(plain):.1f} tokens/s against {_speed(chosen):.1f}."
         chosen = plain
-    return TreeVerdict(chosen, chain, tree, ratio, reason)
+    return TreeVerdict(chosen, ratio, reason)
 
 
 def way_of(condition: Condition) -> str:

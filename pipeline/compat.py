@@ -1,7 +1,7 @@
 """Do a target and a draft fit together? Every check gives findings with the way out; none loads a whole model.
 
-Same vocabulary size says nothing about same tokens (vllm 42775, sglang 24051), and another size may still be the same
-tokens with padding rows (trl 3028), so maps are compared, not sizes.
+Same vocabulary size says nothing about same tokens (vLLM issue 42775, SGLang issue 24051), and another size may still be the same
+tokens with padding rows (TRL issue 3028), so maps are compared, not sizes.
 """
 
 import json
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 ERROR, WARNING = "error", "warning"
 
-#: Neutral values of the generation settings that change the logits; anything else makes q another distribution (Soup 345).
+#: Neutral values of the generation settings that change the logits; anything else makes q another distribution.
 NEUTRAL_GENERATION: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
@@ -63,7 +63,7 @@ def demote(findings: Iterable[Finding], codes: Iterable[str]) -> list[Finding]:
 
 
 def check_vocab_size(vocab_size_target: int, vocab_size_draft: int, max_token_id: int) -> list[Finding]:
-    """Both heads must hold every token id, and be of one width: vLLM's `draft_model` refuses two (vllm 7252)."""
+    """Both heads must hold every token id, and be of one width: vLLM's `draft_model` refuses two (vLLM issue 7252)."""
     for who, size in (("target", vocab_size_target), ("draft", vocab_size_draft)):
         if size <= max_token_id:
             return [
@@ -168,7 +168,7 @@ def check_shapes(draft: PreTrainedConfig) -> list[Finding]:
 
 
 def check_generation_config(settings: Mapping[str, Any], *, who: str = "draft") -> list[Finding]:
-    """A penalty hidden in generation_config.json: q is no longer the model's own distribution (Soup 345)."""
+    """A penalty hidden in generation_config.json: q is no longer the model's own distribution."""
     active = {
         name: settings[name]
         for name, neutral in NEUTRAL_GENERATION.items()

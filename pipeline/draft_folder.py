@@ -121,7 +121,7 @@ def _require_finite(model: PreTrainedModel, dtype: str) -> None:
 
 
 def clean_generation_config(target: Path, pad_token_id: int | None, *, gamma: int) -> GenerationConfig:
-    """Only the ids that begin, end and pad a text, and gamma: no penalty or warper of the target's defaults (Soup 345)."""
+    """Only the ids that begin, end and pad a text, and gamma: no penalty or warper of the target's defaults."""
     try:
         settings = GenerationConfig.from_pretrained(target)
     except OSError:  # older folders have none

@@ -56,7 +56,7 @@ class TrainFile(TypedDict):
 
 
 def run_export(context: StageContext) -> dict[str, object]:
-    """Write `draft/`, `speculative_config.json`, `serve.sh`, `assisted_generation.py` and `report.json`.
+    """Write `draft/`, `report.json` and, beside them, what engines start from (`pipeline.serving_files`).
 
     Reads: distill's `draft/` and `train.json`, eval's `acceptance.json`, bench's `bench.json`, corpus's `corpus.json`.
 

@@ -1,7 +1,7 @@
 """The rows of a draft's head: as many as the target has, and none that can win without having been trained.
 
 vLLM's `draft_model` method refuses two vocabulary widths, and families pad their embeddings differently (Qwen2.5: 151936
-and 152064 rows for one tokenizer; trl 3028, vllm 7252). A row that must not win becomes the mean of rows that may: for
+and 152064 rows for one tokenizer; TRL issue 3028, vLLM issue 7252). A row that must not win becomes the mean of rows that may: for
 every hidden state its logit is then the mean of theirs, never above their greatest, and by Jensen's inequality its
 probability is at most 1 / (how many they are). On SmolLM2-135M, ids outside a shortlist of 8192 get 0.3% together.
 

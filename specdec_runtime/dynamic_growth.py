@@ -26,8 +26,8 @@ MAX_CHILDREN = 8
 
 
 class Grown(NamedTuple):
-    """`ids_BN` of the nodes of `trees`. `draft_nodes_BN`: the place behind the root's where the draft has a node's keys, -1 where
-    it was not fed."""
+    """`ids_BN` of the nodes of `trees`. `draft_nodes_BN`: where in the draft's cache, counted from behind the root, a node's keys
+    are; -1 for a node that the draft was not fed."""
 
     ids_BN: Tensor
     trees: RowTrees

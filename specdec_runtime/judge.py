@@ -22,9 +22,12 @@ from specdec_runtime.verify import Verdict, verify_chain
 
 @dataclass
 class Judgement:
-    """Host side of a round. `blocks[row]`: accepted tokens and the next one. `num_drafted`: most tokens that a row could get
-    accepted. `path_BD`: with a tree, its accepted nodes (see `TreeVerdict`), still on the device; `draft_path_BD`: the same as the
-    draft counts them."""
+    """What a round gave, on the host.
+
+    `blocks[row]`: the accepted tokens and the one that follows them. `num_drafted`: the most tokens that a row could have had
+    accepted. With a tree, still on the device: `path_BD`, the accepted nodes (see `TreeVerdict`), and `draft_path_BD`, the same nodes
+    by their places in the draft's cache.
+    """
 
     blocks: list[list[int]]
     num_proposed: list[int]

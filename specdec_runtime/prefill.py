@@ -59,9 +59,11 @@ def prompt_logits(
 ) -> Tensor:
     """Feeds the prompts into consecutive slots; returns the logits [B, 1, V] after the last token of each.
 
-    A runner that keeps hidden states then has those of the same positions.
+    Afterwards `runner.hidden_BLH` has the hidden states of these positions, if the runner keeps any.
 
-    `one_by_one`: no two prompts share a forward, whose shape would decide how each one's numbers are rounded.
+    Args:
+        one_by_one: no two prompts share a forward, whose shape would decide how each one's numbers are rounded.
+        prefix: what prompts that begin with it are not fed again.
     """
     logits, hidden = [], []
     feeds = [

@@ -12,7 +12,7 @@ from specdec_runtime.batch import Batch
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.layout import RowTrees, block_layout
 from specdec_runtime.lossy import lossy_accepts
-from specdec_runtime.noise import ACCEPT, NEXT
+from specdec_runtime.noise import ACCEPT, NEXT, NUM_PURPOSES
 from specdec_runtime.proposal import Proposal, node_noise
 from specdec_runtime.tree import Tree
 from specdec_runtime.verify_tree import (
@@ -85,7 +85,7 @@ def _judge_lossy(
     assert isinstance(tree, Tree)
     probs_BTV = sampling.warp(adjusted_BTV)
     if uniform_PBT is None:  # temperature 0: nothing is left to chance
-        uniform_PBT = probs_BTV.new_zeros(3, *probs_BTV.shape[:2])
+        uniform_PBT = probs_BTV.new_zeros(NUM_PURPOSES, *probs_BTV.shape[:2])
     accept_BN = lossy_accepts(
         config,
         proposal,

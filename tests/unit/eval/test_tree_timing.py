@@ -80,7 +80,7 @@ def test_a_tree_must_be_ahead_of_the_chain_beyond_chance() -> None:
     chain = timed([14, 15, 13, 14], gamma=2, tau=2.0)
     better = timed([16, 17, 15, 16], gamma=2, tree="3x2", tau=2.5)
     verdict = judge_trees([plain, slow, chain, better], num_bootstrap=200, seed=0)
-    assert verdict.chosen is better and verdict.best_chain is chain
+    assert verdict.chosen is better
     assert "tree 3x2 is faster than chain 2" in verdict.reason and "10 tokens in place of 3" in verdict.reason
     noisy = timed([16, 10, 20, 14], gamma=2, tree="3x2")
     verdict = judge_trees([plain, slow, chain, noisy], num_bootstrap=200, seed=0)
