@@ -21,7 +21,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 #: Why an id cannot be had. Without a network the Hub's client lets its HTTP library's errors through, which are no OSError;
 #: the base of its own is the base of theirs.
-_HUB_ERRORS = (HFValidationError, OSError, *cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__))
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    HFValidationError,
+    OSError,
+    *cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__),
+)
 _HASH_WHOLE_BELOW_BYTES = 2**29
 _NUM_SAMPLED_BLOCKS = 256
 _BLOCK_BYTES = 2**16

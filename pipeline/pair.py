@@ -137,7 +137,7 @@ def _load_parts(path: str | Path, *, who: str, trust_remote_code: bool) -> tuple
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
     def load_own_tokenizer() -> PreTrainedTokenizerBase:
-        # Where a folder has none, Transformers makes an empty one of the model's family: another tokenizer, as it seems.
+        # Where a folder has none, Transformers makes an empty one of some families, which then looks like another tokenizer.
         if is_folder:
             return load_tokenizer(str(path), trust_remote_code, field=who)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
