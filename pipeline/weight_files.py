@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pipeline.compat import ERROR, WARNING, Finding, read_json
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -23,17 +24,26 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` reads: those of the index, or the single file."""
+    """The safetensors files that `from_pretrained` reads: the single file, or else those of the index."""
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
     if (folder / INDEX_NAME).is_file():
-        index = read_json(folder / INDEX_NAME).get("weight_map", {})
-        return [folder / name for name in sorted(set(index.values()))]
+        return [folder / name for name in sorted(set(_weight_map(folder).values()))]
     return sorted(folder.glob("*.safetensors"))
 
 
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File by tensor, as the index says; empty without an index. Raises ValueError for a broken one."""
+    named: dict[str, str] = read_json(folder / INDEX_NAME).get("weight_map", {})
+    return named
+
+
 def _check_names(folder: Path, files: list[Path], *, who: str) -> list[Finding]:
-    """Shards without their index, or fewer than their names say: such a folder does not load."""
+    """Shards without their index, or fewer than their names say: such a folder does not load. Two sets of weights: engines differ."""
+    if files == [folder / SINGLE_NAME]:
+        return _check_stale_index(folder, who=who)
     shards = [found for path in files if (found := SHARD_NAME.search(path.name))]
-    if (folder / INDEX_NAME).is_file() or not shards or (folder / "model.safetensors").is_file():
+    if (folder / INDEX_NAME).is_file() or not shards:
         return []
     num_named = int(shards[0].group(2))
     message = (
@@ -41,6 +51,16 @@ def _check_names(folder: Path, files: list[Path], *, who: str) -> list[Finding]:
         "download or write the model again"
     )
     return [Finding("broken_shard", ERROR, message)]
+
+
+def _check_stale_index(folder: Path, *, who: str) -> list[Finding]:
+    if set(_weight_map(folder).values()) <= {SINGLE_NAME}:
+        return []
+    message = (
+        f"the {who}'s folder holds {SINGLE_NAME} and {INDEX_NAME}, which names other files: Transformers reads the first, vLLM the "
+        "others. Remove those that are not the model's"
+    )
+    return [Finding("two_weights", WARNING, message)]
 
 
 def pickle_files(folder: Path) -> list[Path]:
@@ -98,6 +118,7 @@ def check_weight_files(folder: Path, *, who: str, check_values: bool = True) -> 
     """Every shard present, readable, complete by the index, and (with `check_values`) finite."""
     try:
         files = weight_files(folder)
+        _weight_map(folder)
     except ValueError as error:
         message = f"the {who}'s weight index is broken: {error}. Download or write the model again"
         return [Finding("broken_shard", ERROR, message)]
@@ -150,8 +171,9 @@ def _tensors(path: Path, *, load: bool) -> Iterator[tuple[str, torch.Tensor | No
 
 
 def _check_index(folder: Path, found: set[str], *, who: str) -> list[Finding]:
-    named = set(read_json(folder / INDEX_NAME).get("weight_map", {}))
-    absent = sorted(named - found)
+    if (folder / SINGLE_NAME).is_file():
+        return []
+    absent = sorted(set(_weight_map(folder)) - found)
     if not absent:
         return []
     return [

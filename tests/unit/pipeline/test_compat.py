@@ -122,6 +122,21 @@ def test_cut_missing_and_incomplete_shards_are_found(tmp_path: Path) -> None:
     assert "no shard holds" in check_weight_files(folder, who="draft")[0].message
 
 
+def test_a_single_file_beside_an_older_index_is_what_is_read(tmp_path: Path) -> None:
+    """Saved anew as one file over shards: Transformers reads the one, vLLM follows the index."""
+    folder = save(tmp_path / "draft", make_model(), max_shard_size="20KB")
+    first, *others = sorted(folder.glob("model-*.safetensors"))
+    weights = {name: tensor for path in (first, *others) for name, tensor in load_file(path).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    first.unlink()
+    [finding] = check_weight_files(folder, who="draft")
+    assert (finding.code, finding.severity) == ("two_weights", "warning")
+    assert load_causal_lm(str(folder), "float32", device="cpu").num_parameters() > 0
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert codes(check_weight_files(folder, who="draft")) == {"non_finite_weights"}
+
+
 def test_folder_without_weights_or_with_pickles_only(tmp_path: Path) -> None:
     assert codes(check_weight_files(tmp_path, who="draft")) == {"missing_weights"}
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
