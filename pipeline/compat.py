@@ -92,9 +92,18 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return int(value) if isinstance(value, int) and value > 0 else None
 
 
+def _served_length(config: PreTrainedConfig) -> int | None:
+    """`context_length`, or what YaRN stretches it to: its settings are added without a word in `max_position_embeddings`."""
+    length, rope = context_length(config), getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") != "yarn":
+        return length
+    original = rope.get("original_max_position_embeddings") or length
+    return max(length, int(original * (rope.get("factor") or 1.0)))
+
+
 def check_context_length(target: PreTrainedConfig, draft: PreTrainedConfig) -> list[Finding]:
     """A draft that ends before its target collapses or crashes there (SpecForge 271, vllm 58080)."""
-    length_target, length_draft = context_length(target), context_length(draft)
+    length_target, length_draft = _served_length(target), _served_length(draft)
     if length_draft is None or (length_target is not None and length_draft >= length_target):
         return []
     return [

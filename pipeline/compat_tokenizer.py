@@ -43,9 +43,9 @@ def check_tokenization(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, who: str) -> list[Finding]:
-    """Chat asks for a template."""
+    """Chat asks for a template, and for one that can write a question: the target's is what engines write prompts with."""
     if tokenizer.chat_template:
-        return []
+        return _check_question(tokenizer) if who == "target" else []
     way_out = (
         "use a chat model, or work on plain text (target.chat=false; for the doctor --plain-text)"
         if who == "target"
@@ -58,6 +58,19 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, *, who: str) -> list
             f"the {who} has no chat template, and chat is asked for: {way_out}",
         )
     ]
+
+
+def _check_question(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+    messages = [{"role": "user", "content": "Why?"}]
+    try:
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # Jinja's own, and whatever the template's expressions raise
+        message = (
+            f"the target's chat template cannot write a plain question ({type(error).__name__}: {error}): mend it, or work on plain "
+            "text (target.chat=false; for the doctor --plain-text)"
+        )
+        return [Finding("chat_template", ERROR, message)]
+    return []
 
 
 def check_chat_templates(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[Finding]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -29,8 +30,9 @@ from pipeline.doctor_prompts import (
 )
 from pipeline.doctor_verdict import Answer, answer_of, probe_table
 from pipeline.errors import EXIT_USER_MISTAKE, message_of
-from pipeline.models import DTYPES, load_causal_lm, load_tokenizer, obtain_model
+from pipeline.models import DTYPES, MissingPackageError, load_causal_lm, load_tokenizer, obtain_model
 from pipeline.pair import inspect_pair
+from pipeline.weight_files import check_loaded
 from specdec_runtime.loading import read_vocab_shortlist
 
 #: Questions are invented only where that takes no more than this share of the time; they go three batches deep.
@@ -118,13 +120,12 @@ def _probe(
     options: argparse.Namespace, settings: ProbeSettings, folders: dict[str, Path]
 ) -> tuple[list[Finding], Probe | None, str]:
     """Findings of loading the models, and the probe or the reason why there is none."""
-    trust, dtype = options.trust_remote_code, options.dtype or _dtype_of(folders["target"], options)
-    models: dict[str, PreTrainedModel] = {}
-    for who, folder in folders.items():
-        try:
-            models[who] = load_causal_lm(str(folder), dtype, trust, field=who)
-        except ValueError as error:
-            return [Finding("unloadable", ERROR, str(error))], None, ""
+    try:
+        models, found = _load(options, folders)
+    except MissingPackageError as error:  # nothing against the pair
+        return [], None, str(error)
+    if errors(found):
+        return found, None, ""
     target, draft, vocab_ids = models["target"], models["draft"], read_vocab_shortlist(folders["draft"])
     context = context_length(target.config)  # the draft's is no shorter, or there would be a finding
     deadline_s = time.perf_counter() + settings.seconds
@@ -132,29 +133,43 @@ def _probe(
         settings = settings.within(context)
         times = time_steps(target, draft, settings, draft_vocab_ids=vocab_ids)
     except ValueError as error:
-        return [], None, f"the native runtime cannot measure it: {error}"
+        return found, None, f"the native runtime cannot measure it: {error}"
     asking_ms = MAX_QUESTION_TOKENS * ASKING_BATCHES * times.target_ms[-1]
-    prompts = _prompts(
-        options,
-        folders["target"],
-        models,
-        vocab_ids,
-        can_ask=asking_ms < 1e3 * ASKING_SHARE * settings.seconds,
-    )
+    can_ask = asking_ms < 1e3 * ASKING_SHARE * settings.seconds
+    prompts = _prompts(options, folders["target"], models, vocab_ids, can_ask=can_ask)
     fitting = [ids for ids in prompts if context is None or len(ids) + settings.max_new_tokens <= context]
     if not fitting:
-        return (
-            [],
-            None,
-            f"no prompt fits into the context of {context} positions (--prompts FILE with shorter ones)",
-        )
+        reason = f"no prompt fits into the context of {context} positions (--prompts FILE with shorter ones)"
+        return found, None, reason
     try:
         probe = run_probe(
             target, draft, fitting, times, settings, deadline_s=deadline_s, draft_vocab_ids=vocab_ids
         )
     except ValueError as error:
-        return [], None, str(error)
-    return [], probe, ""
+        return found, None, str(error)
+    return found, probe, ""
+
+
+def _load(
+    options: argparse.Namespace, folders: dict[str, Path]
+) -> tuple[dict[str, PreTrainedModel], list[Finding]]:
+    """Both models, as far as they can be loaded, and what is wrong with them.
+
+    Raises:
+        MissingPackageError: one of them needs what is not installed.
+    """
+    trust, dtype = options.trust_remote_code, options.dtype or _dtype_of(folders["target"], options)
+    models: dict[str, PreTrainedModel] = {}
+    found: list[Finding] = []
+    for who, folder in folders.items():
+        try:
+            models[who] = load_causal_lm(str(folder), dtype, trust, field=who)
+        except MissingPackageError:
+            raise
+        except ValueError as error:
+            return models, [Finding("unloadable", ERROR, str(error))]
+        found += check_loaded(models[who], who=who)
+    return models, found
 
 
 def _dtype_of(target: Path, options: argparse.Namespace) -> str:
@@ -192,7 +207,7 @@ def _show(lines: list[Line], probe: Probe | None, answer: Answer) -> None:
         console.print(f"{num_warnings} warning(s): they forbid nothing")
     if probe is not None:
         console.print(probe_table(probe))
-    console.print(f"[bold]{answer.word}[/]: {answer.why}", soft_wrap=True)
+    console.print(f"[bold]{answer.word}[/]: {escape(answer.why)}", soft_wrap=True)
 
 
 def _write(

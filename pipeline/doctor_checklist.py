@@ -33,8 +33,8 @@ CHECKS = (
     Check("context length", ("context_length",), ("config",)),
     Check(CHAT, ("chat_template", "chat_template_differs"), ("tokenizer",)),
     Check("no penalties by default", ("penalty",)),
-    Check("head and KV shapes", ("head_shape",), ("config",)),
-    Check("weight files whole", ("missing_weights", "broken_shard", "pickle_weights", "unloadable")),
+    Check("head and KV shapes", ("head_shape", "untied_head"), ("config",)),
+    Check("weight files whole", ("missing_weights", "broken_shard", "two_weights", "pickle_weights", "unloadable")),
     Check(FINITE, ("non_finite_weights",)),
 )
 

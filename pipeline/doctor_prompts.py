@@ -63,13 +63,15 @@ def self_asked_prompts(
     draft_vocab_ids: Tensor | None,
     seed: int,
 ) -> list[list[int]]:
-    """Different questions that the target writes in the user's place (Magpie, arXiv 2406.08464); [] when none came out.
-
-    Raises:
-        ValueError: the chat template does not show where the user's words go.
-    """
-    turn = user_turn(tokenizer, target, None)
+    """Different questions that the target writes in the user's place (Magpie, arXiv 2406.08464); [] when none came out, or the
+    chat template does not show where the user's words go."""
+    try:
+        turn = user_turn(tokenizer, target, None)
+    except ValueError:
+        return []
     start = tokenizer.encode(turn.prefix, add_special_tokens=False)
+    if not start:
+        return []
     config = DecoderConfig(num_speculative_tokens=2, min_conditional_acceptance=0.0)
     decoder = SpeculativeDecoder(target, draft, config, draft_vocab_ids=draft_vocab_ids)
     requests = [

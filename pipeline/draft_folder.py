@@ -16,7 +16,7 @@ from transformers import (
 from pipeline import compat
 from pipeline.head_rows import confine_head, fit_vocab_size
 from pipeline.models import ModelRef, load_causal_lm, load_tokenizer
-from pipeline.weight_files import check_weight_files, pickle_files
+from pipeline.weight_files import check_weight_files, has_untied_head, pickle_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -72,6 +72,7 @@ def export_draft(
     compat.raise_on_errors(findings)
     vocab_size = int(target_config.get_text_config().vocab_size)
     fit_vocab_size(model, vocab_size, num_token_ids=max(tokenizer.get_vocab().values()) + 1)
+    _say_untied(model)
     findings += _untied_gemma(model)
     if vocab_ids is not None:
         findings += _confine(model, vocab_ids)
@@ -98,6 +99,15 @@ def _confine(model: PreTrainedModel, vocab_ids: Sequence[int]) -> list[compat.Fi
         "engines other than the native runtime may propose from them; train with draft.vocab_shortlist=null to serve there"
     )
     return [compat.Finding("full_head", compat.WARNING, message)]
+
+
+def _say_untied(model: PreTrainedModel) -> None:
+    """Let the config say of a head with rows of its own that it is not tied: vLLM believes the config, and would not read it."""
+    if not has_untied_head(model):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
 
 
 def _untied_gemma(model: PreTrainedModel) -> list[compat.Finding]:

@@ -145,6 +145,8 @@ def _write_around(context: StageContext, report: Report, train: TrainFile, choic
         gamma=choice.gamma,
         dtype=config.target.dtype,
         draft_sample_method=choice.draft_sample_method,
+        # The embedded target's weights are not its id's, and a revision's are not those that engines would fetch.
+        hub_id=source.base_model if config.target.path is not None and config.target.revision is None else None,
     )
     write_json(context.work_dir / "report.json", report)
 

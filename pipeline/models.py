@@ -4,23 +4,35 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import torch
 from huggingface_hub import list_repo_files, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.embedded_target import obtain_embedded_target
 from pipeline.random_target import obtain_random_target
 from pipeline.schema import Config
+from pipeline.weight_files import refuse_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+#: Why an id cannot be had. Without a network the Hub's client lets its HTTP library's errors through, which are no OSError;
+#: the base of its own is the base of theirs.
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    HFValidationError,
+    OSError,
+    *cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__),
+)
 _HASH_WHOLE_BELOW_BYTES = 2**29
 _NUM_SAMPLED_BLOCKS = 256
 _BLOCK_BYTES = 2**16
+
+
+class MissingPackageError(ValueError):
+    """A model that may well be whole, but that needs a package which is not installed here: kernels of a quantised one."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +72,10 @@ def obtain_model(path: str, *, field: str = "path", revision: Optional[str] = No
     Raises:
         ValueError: there is no such folder, no such id, or the network is away and the cache lacks it.
     """
-    if Path(path).is_dir():
-        return Path(path)
+    # A shell leaves the ~ of target.path=~/models/mine as it is.
+    folder = Path(path).expanduser() if path.startswith("~/") else Path(path)
+    if folder.is_dir():
+        return folder
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     if looks_local and not _is_single_name_id(path):
         raise ValueError(
@@ -71,7 +85,7 @@ def obtain_model(path: str, *, field: str = "path", revision: Optional[str] = No
         return Path(
             snapshot_download(path, revision=revision, ignore_patterns=_ignored_files(path, revision))
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except _HUB_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"{field}={path!r}: neither a local folder nor a Hugging Face model that can be had from here ({reason}). "
@@ -91,7 +105,7 @@ def _ignored_files(repo_id: str, revision: Optional[str]) -> list[str]:
         has_safetensors = any(
             name.endswith(".safetensors") for name in list_repo_files(repo_id, revision=revision)
         )
-    except (HFValidationError, HfHubHTTPError, OSError):
+    except _HUB_ERRORS:
         has_safetensors = True
     return [*ignored, "*.bin", "*.pt", "*.pth"] if has_safetensors else ignored
 
@@ -100,8 +114,9 @@ def check_causal_lm(folder: Path, *, field: str, trust_remote_code: bool = False
     """Refuse, before any weight is read, a folder that AutoModelForCausalLM would not load as it was trained.
 
     Raises:
-        ValueError: no config.json, an unknown architecture, or an architecture that is no causal LM.
+        ValueError: an adapter, no config.json, an unknown architecture, or an architecture that is no causal LM.
     """
+    refuse_adapter(folder, field=field)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{field}={str(folder)!r}: the folder has no config.json, so it is no Hugging Face model folder"
@@ -149,7 +164,8 @@ def load_causal_lm(
     """Load a causal LM for inference (`eval()`), every weight from its files, on `device` (default: `default_device()`).
 
     Raises:
-        ValueError: unknown dtype, not a causal LM, unreadable weights, or weights missing from the files.
+        ValueError: unknown dtype, not a causal LM, unreadable weights, or weights missing from the files;
+            MissingPackageError where loading needs what is not installed.
     """
     if dtype not in DTYPES:
         raise ValueError(f"target.dtype={dtype!r}: choose from {sorted(DTYPES)}")
@@ -158,6 +174,8 @@ def load_causal_lm(
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
         )
+    except ImportError as error:
+        raise MissingPackageError(f"{field}={path!r}: the model cannot be loaded here: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{field}={path!r}: the model cannot be loaded: {error}") from error
     except Exception as error:
@@ -185,7 +203,8 @@ def load_tokenizer(
     """
     if not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"{field}={path!r}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
+            f"{field}={path!r}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the files of the one "
+            "that its model was trained with into it"
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -15,6 +15,7 @@ from pipeline.compat_tokenizer import (
     check_tokenization,
     check_tokenizers,
 )
+from pipeline.models import check_causal_lm, load_tokenizer
 from pipeline.weight_files import check_weight_files
 
 #: What export mends when it writes the trained draft, so no reason to refuse a draft to start from.
@@ -128,10 +129,21 @@ def _load_parts(path: str | Path, *, who: str, trust_remote_code: bool) -> tuple
             )
             return None
 
-    config = load("config", lambda: AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
-    tokenizer = load(
-        "tokenizer", lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    )
+    is_folder = Path(path).is_dir()
+
+    def load_config() -> PreTrainedConfig:
+        if is_folder:
+            check_causal_lm(Path(path), field=who, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+    def load_own_tokenizer() -> PreTrainedTokenizerBase:
+        # Where a folder has none, Transformers makes an empty one of some families, which then looks like another tokenizer.
+        if is_folder:
+            return load_tokenizer(str(path), trust_remote_code, field=who)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+    config = load("config", load_config)
+    tokenizer = load("tokenizer", load_own_tokenizer)
     settings = load("generation_config", lambda: compat.generation_settings(Path(path))) or {}
     return findings, Parts(config, tokenizer, settings)
 

@@ -36,9 +36,14 @@ def write_serving_files(
     gamma: int,
     draft_sample_method: str,
     dtype: str,
+    hub_id: str | None = None,
     prompt: str = "Why is the sky blue?",
 ) -> None:
-    """Write vLLM's, SGLang's and TensorRT-LLM's start lines and settings, and `assisted_generation.py`, beside `draft/`."""
+    """Write vLLM's, SGLang's and TensorRT-LLM's start lines and settings, and `assisted_generation.py`, beside `draft/`.
+
+    Args:
+        target: a folder, or a Hugging Face id. hub_id: of the same model, for machines that do not have the folder.
+    """
     config = speculative_config(gamma=gamma, draft_sample_method=draft_sample_method)
     (folder / "speculative_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, template in (
@@ -49,6 +54,7 @@ def write_serving_files(
         script = folder / name
         text = template.format(
             target=shlex.quote(target),
+            hub_id=shlex.quote(hub_id or ""),
             find=FIND,
             gamma=gamma,
             num_verified=gamma + 1,
@@ -58,5 +64,5 @@ def write_serving_files(
         script.chmod(0o755)
     (folder / "tensorrt_llm.yaml").write_text(TENSORRT_LLM_YAML.format(gamma=gamma), encoding="utf-8")
     (folder / "assisted_generation.py").write_text(
-        ASSISTED_GENERATION.format(target=target, dtype=dtype, prompt=prompt), encoding="utf-8"
+        ASSISTED_GENERATION.format(target=target, hub_id=hub_id, dtype=dtype, prompt=prompt), encoding="utf-8"
     )

@@ -11,12 +11,13 @@ find_up() {
   until [ -e "$from/$1" ]; do [ "$from" = / ] && return 1; from=$(dirname "$from"); done
   echo "$from/$1"
 }
+if [ -n "$hub_id" ] && [ ! -d "$made_for" ]; then made_for=$hub_id; fi  # on another machine
 target=${TARGET:-$made_for}
 if [ -d "$target" ]; then target=$(cd "$target" && pwd); else
   case $target in
     /*) found= ;;
     .*|*/*/*) found=$(find_up "$target") ;;
-    *) found=$target ;;  # an id
+    *) found=$(find_up "$target") && [ -f "$found/config.json" ] || found=$target ;;  # a folder above, or an id
   esac
   if [ -z "$found" ]; then
     echo "error: the target $target is not here; name it: TARGET=<id or folder> $0" >&2
@@ -28,7 +29,7 @@ fi"""
 SERVE_SH = """#!/bin/sh
 # Start vLLM with the draft. Another target: TARGET=<id or folder> ./serve.sh; further words go to `vllm serve`.
 # vLLM is the one in PATH, else .venv-vllm here or above; another one: VLLM=/path/to/bin/vllm ./serve.sh
-made_for={target}
+made_for={target} hub_id={hub_id}
 {find}
 vllm=${{VLLM:-$(command -v vllm || find_up .venv-vllm/bin/vllm)}}
 if [ ! -x "$vllm" ]; then
@@ -73,7 +74,7 @@ exec "$vllm" serve "$target" --speculative-config "$(cat speculative_config.json
 SGLANG_SH = """#!/bin/sh
 # Start SGLang with the draft (from its documentation; not run by Draftsmith). Another target: TARGET=<id or folder>.
 # A chain of {gamma} proposals: topk 1, and one more token to verify than there are draft steps.
-made_for={target}
+made_for={target} hub_id={hub_id}
 {find}
 cd "$here" || exit 1
 exec python -m sglang.launch_server --model-path "$target" --speculative-algorithm STANDALONE \\
@@ -84,7 +85,7 @@ exec python -m sglang.launch_server --model-path "$target" --speculative-algorit
 TENSORRT_LLM_SH = """#!/bin/sh
 # Start TensorRT-LLM with the draft (from its documentation; not run by Draftsmith). Another target: TARGET=<id or folder>.
 # --config is the newer name of the option; this one works in old and new releases.
-made_for={target}
+made_for={target} hub_id={hub_id}
 {find}
 cd "$here" || exit 1
 exec trtllm-serve "$target" --extra_llm_api_options tensorrt_llm.yaml "$@"
@@ -113,11 +114,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DRAFT = Path(__file__).resolve().parent / "draft"
-TARGET = {target!r}
+TARGET, HUB_ID = {target!r}, {hub_id!r}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("prompt", nargs="?", default={prompt!r})
-parser.add_argument("--target", default=TARGET)
+parser.add_argument("--target", default=HUB_ID if HUB_ID and not Path(TARGET).is_dir() else TARGET)
 parser.add_argument("--max-new-tokens", type=int, default=64)
 parser.add_argument("--dtype", default={dtype!r})
 parser.add_argument("--plain", action="store_true", help="decode without the draft, for comparison")

@@ -23,7 +23,7 @@ def describe_source(settings: TargetConfig, folder: Path) -> SourceModel:
         return SourceModel(None, None)
     if settings.path is None:
         return SourceModel(EMBEDDED_ID, EMBEDDED_LICENSE)
-    is_id = not Path(settings.path).exists()
+    is_id = not settings.path.startswith("~/") and not Path(settings.path).exists()
     return SourceModel(settings.path if is_id else None, _card_license(folder / "README.md"))
 
 

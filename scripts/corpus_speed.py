@@ -48,8 +48,9 @@ from pipeline.corpus.progress import CorpusProgress
 from pipeline.corpus.read import read_corpus
 from pipeline.corpus.rows import Row
 from pipeline.corpus.target_info import load_target_info
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.models import resolve_target
-from pipeline.schema import Config, CorpusConfig, TargetConfig
+from pipeline.schema import Config, TargetConfig
 from pipeline.tracker import Tracker
 from specdec_runtime import DecoderConfig, Request, SpeculativeDecoder
 

@@ -28,8 +28,9 @@ from pipeline.corpus.backends.native import NativeCorpusBackend
 from pipeline.corpus.progress import CorpusProgress
 from pipeline.corpus.rows import Row
 from pipeline.corpus.stage import RowSource, generate_corpus
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.models import load_causal_lm, resolve_target
-from pipeline.schema import Config, CorpusConfig, RandomModelConfig, TargetConfig
+from pipeline.schema import Config, RandomModelConfig, TargetConfig
 from pipeline.tracker import Tracker
 
 NUM_SAMPLES = 20

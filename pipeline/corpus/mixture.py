@@ -12,7 +12,8 @@ from pipeline.corpus.chat import require_chat_template
 from pipeline.corpus.policy import Dealer
 from pipeline.corpus.prompts import Admission, Prompt, PromptReader
 from pipeline.corpus.sources import read_records
-from pipeline.schema import Config, CorpusConfig, SourceConfig
+from pipeline.corpus_schema import CorpusConfig, SourceConfig
+from pipeline.schema import Config
 from pipeline.store import file_revision, fingerprint_of
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.corpus.rows import Prompt, Row
-from pipeline.schema import CorpusConfig
+from pipeline.corpus_schema import CorpusConfig
 
 
 class Dealer:

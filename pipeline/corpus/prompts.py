@@ -20,7 +20,8 @@ from pipeline.corpus.conversation import (
 from pipeline.corpus.hash_table import HashSet
 from pipeline.corpus.rows import Prompt, make_prompt
 from pipeline.corpus.sources import BAD_ROW, BadRow, Record, read_records
-from pipeline.schema import Config, SourceConfig
+from pipeline.corpus_schema import SourceConfig
+from pipeline.schema import Config
 
 __all__ = ["Admission", "Prompt", "PromptReader", "SkippedRow", "make_prompt", "row_ids"]
 

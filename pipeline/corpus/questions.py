@@ -31,7 +31,7 @@ from pipeline.corpus.prompts import Admission, Prompt, SkippedRow, make_prompt, 
 from pipeline.corpus.rows import Row
 from pipeline.corpus.shards import QUESTION_SCHEMA, ShardFolder
 from pipeline.corpus.target_info import TargetInfo
-from pipeline.schema import CorpusConfig
+from pipeline.corpus_schema import CorpusConfig
 
 SOURCE = "self_asked"
 # The end of a sentence, quotes and brackets after it included; not that of a number or of an initial.

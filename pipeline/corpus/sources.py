@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
-from pipeline.schema import SourceConfig
+from pipeline.corpus_schema import SourceConfig
 
 COLUMNS = (
     "messages",

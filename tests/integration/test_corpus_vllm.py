@@ -14,7 +14,8 @@ from pipeline.corpus.backends.http import RetryPolicy, Servers
 from pipeline.corpus.backends.openai import OpenAICorpusBackend
 from pipeline.corpus.backends.vllm import VllmCorpusBackend
 from pipeline.corpus.target_info import load_target_info
-from pipeline.schema import Config, CorpusConfig, TargetConfig
+from pipeline.corpus_schema import CorpusConfig
+from pipeline.schema import Config, TargetConfig
 from tests.integration.vllm_models import NUM_TOKENS, save, tiny_llama
 from tests.unit.pipeline.corpus_contract import STOPS, check_contract, make_rows
 from tests.unit.pipeline.corpus_samples import make_context

@@ -26,7 +26,8 @@ import sys
 from pathlib import Path
 from pipeline.corpus.stage import run_corpus
 from pipeline.commands import run_command
-from pipeline.schema import Config, CorpusConfig, ShareConfig, TargetConfig
+from pipeline.corpus_schema import CorpusConfig, ShareConfig
+from pipeline.schema import Config, TargetConfig
 from tests.unit.pipeline.corpus_samples import make_context
 
 def main(words):

@@ -146,6 +146,39 @@ def test_pair_that_fits_is_probed_and_answered(
     assert ("does not pay" if word == "no" else "pays, predicted") in printed and "break-even" in printed
 
 
+def test_a_model_that_cannot_be_loaded_here_is_not_measured(tmp_path: Path, target: Path, doctor: Doctor) -> None:
+    """A quantised target whose kernels are not installed: nothing is wrong with the pair, and nothing was measured."""
+    save(tmp_path / "draft", make_model())
+    path = target / "config.json"
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantised}))
+    exit_code, content, printed = doctor(target, tmp_path / "draft")
+    assert exit_code == 3, printed
+    assert content["answer"]["word"] == "not measured" and "gptqmodel" in content["answer"]["why"]
+
+
+def test_numbers_that_the_dtype_does_not_hold_are_no_verdict(tmp_path: Path, target: Path, doctor: Doctor) -> None:
+    """Finite in its file, infinite in half precision: every logit would be NaN, and so the acceptance measured from them."""
+    model = make_model()
+    model.model.norm.weight.data[0] = 1e5
+    save(tmp_path / "draft", model)
+    exit_code, content, printed = doctor(target, tmp_path / "draft", "--dtype", "float16")
+    assert exit_code == 2, printed
+    assert [finding["code"] for finding in content["findings"]] == ["non_finite_weights"]
+    assert "--dtype" in content["findings"][0]["message"]
+
+
+def test_a_template_that_changes_the_words_is_asked_the_fixed_questions(
+    tmp_path: Path, target: Path, doctor: Doctor
+) -> None:
+    tokenizer = make_tokenizer(template="{% for message in messages %}<s>{{ message['content'] | upper }}</s>{% endfor %}")
+    for folder in (target, tmp_path / "draft"):
+        save(folder, make_model(), tokenizer)
+    exit_code, content, printed = doctor(target, tmp_path / "draft", "--seconds", "4", "--max-gamma", "1", "--dtype", "float32")
+    assert exit_code in (0, 3), printed
+    assert content["probe"] is not None
+
+
 def test_a_warning_alone_does_not_refuse(tmp_path: Path, target: Path, doctor: Doctor) -> None:
     """Penalties of the target's own defaults, and head sizes that one engine dislikes, are said and forbid nothing."""
     path = target / "generation_config.json"

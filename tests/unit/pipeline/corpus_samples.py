@@ -9,9 +9,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline.context import StageContext
 from pipeline.corpus.stage import run_corpus
 from pipeline.corpus.worker import help_out
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.models import resolve_target
 from pipeline.random_target import build_model, build_tokenizer
-from pipeline.schema import Config, CorpusConfig, RandomModelConfig, TargetConfig
+from pipeline.schema import Config, RandomModelConfig, TargetConfig
 from pipeline.tracker import Tracker
 
 NUM_KILLED_ROWS = 96

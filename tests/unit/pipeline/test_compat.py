@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.compat import (
     Finding,
+    check_context_length,
     check_generation_config,
     check_rope,
     check_shapes,
@@ -16,8 +17,9 @@ from pipeline.compat import (
     errors,
     raise_on_errors,
 )
+from pipeline.models import load_causal_lm
 from pipeline.pair import check_pair, check_start_draft
-from pipeline.weight_files import check_weight_files
+from pipeline.weight_files import check_loaded, check_weight_files
 from tests.unit.pipeline.tiny_models import FAMILIES, make_model, make_tokenizer, save
 
 
@@ -120,6 +122,21 @@ def test_cut_missing_and_incomplete_shards_are_found(tmp_path: Path) -> None:
     assert "no shard holds" in check_weight_files(folder, who="draft")[0].message
 
 
+def test_a_single_file_beside_an_older_index_is_what_is_read(tmp_path: Path) -> None:
+    """Saved anew as one file over shards: Transformers reads the one, vLLM follows the index."""
+    folder = save(tmp_path / "draft", make_model(), max_shard_size="20KB")
+    first, *others = sorted(folder.glob("model-*.safetensors"))
+    weights = {name: tensor for path in (first, *others) for name, tensor in load_file(path).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    first.unlink()
+    [finding] = check_weight_files(folder, who="draft")
+    assert (finding.code, finding.severity) == ("two_weights", "warning")
+    assert load_causal_lm(str(folder), "float32", device="cpu").num_parameters() > 0
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert codes(check_weight_files(folder, who="draft")) == {"non_finite_weights"}
+
+
 def test_folder_without_weights_or_with_pickles_only(tmp_path: Path) -> None:
     assert codes(check_weight_files(tmp_path, who="draft")) == {"missing_weights"}
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
@@ -133,6 +150,81 @@ def test_missing_folder_and_broken_config_are_findings(tmp_path: Path, target: P
     draft = save(tmp_path / "draft", make_model())
     (draft / "config.json").write_text("{")
     assert "broken_config" in codes(check_pair(target, draft))
+
+
+def test_a_folder_without_a_tokenizer_has_none_and_not_another_one(tmp_path: Path, target: Path) -> None:
+    """vllm 42775's kind: of some families Transformers makes an empty one, from which each of the target's tokens differs."""
+    make_model("qwen2").save_pretrained(tmp_path / "draft")
+    findings = check_pair(target, tmp_path / "draft")
+    assert codes(findings) == {"broken_tokenizer"}
+    assert "the folder has no tokenizer" in findings[0].message
+
+
+def test_an_adapter_is_named_as_such(tmp_path: Path, target: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "draft")
+    (tmp_path / "draft" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    save_file({"lora_A": torch.ones(2)}, tmp_path / "draft" / "adapter_model.safetensors")
+    findings = check_pair(target, tmp_path / "draft")
+    assert codes(findings) == {"broken_config"} and "a PEFT adapter of org/base" in findings[0].message
+
+
+def test_a_template_that_cannot_write_a_question_is_found(tmp_path: Path, target: Path) -> None:
+    """speculators 801: a template's own error is the user's to know, not the end of a run."""
+    broken = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('a system prompt is needed') }}{% endif %}"
+    other = save(tmp_path / "other", make_model(num_layers=3), make_tokenizer(template=broken))
+    findings = check_pair(other, target)
+    assert codes(findings) == {"chat_template"}
+    assert "a system prompt is needed" in errors(findings)[0].message and "--plain-text" in errors(findings)[0].message
+    assert codes(check_pair(target, other)) == set()  # engines write prompts with the target's
+    assert codes(check_pair(other, target, chat=False)) == set()
+
+
+def test_a_context_that_yarn_stretches_is_the_longer_one() -> None:
+    """SpecForge 271: Qwen's YaRN settings are added beside an unchanged max_position_embeddings; vLLM serves factor times it."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    plain, stretched = make_model("qwen2").config, make_model("qwen2", rope=yarn).config
+    [finding] = check_context_length(stretched, plain)
+    assert "reads 128 positions and the target 512" in finding.message
+    assert check_context_length(stretched, stretched) == check_context_length(plain, stretched) == []
+    written_in = make_model("qwen2", rope=yarn | {"original_max_position_embeddings": 32}).config
+    assert check_context_length(written_in, plain) == []
+
+
+def test_eight_bit_floats_are_searched_too(tmp_path: Path) -> None:
+    """A quantised model's weights: PyTorch has no isfinite for them."""
+    values = torch.ones(4)
+    for name, code in (("whole", None), ("broken", "non_finite_weights")):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"weight": values.to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+        assert [found.code for found in check_weight_files(folder, who="draft")] == ([code] if code else [])
+        values[1] = torch.nan
+
+
+def test_what_only_the_loaded_model_shows(tmp_path: Path) -> None:
+    """Finite in its file, infinite in half precision; and values that overflow on the way to the logits."""
+    model = make_model()
+    assert check_loaded(model, who="draft") == []
+    model.model.norm.weight.data[0] = 1e5
+    assert check_loaded(model, who="draft") == []
+    [finding] = check_loaded(model.half(), who="draft")
+    assert (finding.code, finding.severity) == ("non_finite_weights", "error")
+    assert "model.norm.weight hold NaN or infinite values in float16" in finding.message
+    model = make_model().half()
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(6e4)
+    model.model.layers[0].mlp.up_proj.weight.data.fill_(6e4)
+    assert "the target's logits hold NaN" in check_loaded(model, who="target")[0].message
+
+
+def test_a_head_beside_its_tie_is_said(tmp_path: Path) -> None:
+    """Transformers keeps a head with values of its own, vLLM follows tie_word_embeddings: acceptance promised by the one."""
+    folder = save(tmp_path / "draft", make_model(tied=True))
+    assert check_loaded(load_causal_lm(str(folder), "float32", device="cpu"), who="draft") == []
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    [finding] = check_loaded(load_causal_lm(str(folder), "float32", device="cpu"), who="draft")
+    assert (finding.code, finding.severity) == ("untied_head", "warning")
 
 
 def test_shapes_and_rope() -> None:

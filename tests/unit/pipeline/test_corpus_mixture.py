@@ -16,7 +16,7 @@ from pipeline.corpus.mixture import PromptStream, check_sources, count_rows, sou
 from pipeline.corpus.prompts import Admission, Prompt
 from pipeline.corpus.rows import make_prompt
 from pipeline.corpus.stage import run_corpus
-from pipeline.schema import CorpusConfig, SourceConfig
+from pipeline.corpus_schema import CorpusConfig, SourceConfig
 from tests.conftest import Composer
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config, tiny_tokenizer
 from tests.unit.pipeline.corpus_sources import load, texts, write_jsonl

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.corpus.policy import Dealer, plan_rows, row_seed, share_temperatures
 from pipeline.corpus.rows import make_prompt
-from pipeline.schema import CorpusConfig, ShareConfig
+from pipeline.corpus_schema import CorpusConfig, ShareConfig
 from tests.conftest import Composer
 
 SHARES = [ShareConfig(0.5, 0.0), ShareConfig(0.3, 1.0, 0.9), ShareConfig(0.2, 0.7)]

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from pipeline.corpus import check_prompts
-from pipeline.schema import ShareConfig
+from pipeline.corpus_schema import ShareConfig
 from tests.unit.pipeline.corpus_samples import tiny_config, tiny_tokenizer
 from tests.unit.pipeline.corpus_sources import chat, load, texts, with_template, write_jsonl
 

@@ -13,7 +13,7 @@ from pipeline.corpus.hash_table import HashMultiMap, HashSet
 from pipeline.corpus.progress import CorpusProgress
 from pipeline.corpus.prompts import Admission, Prompt
 from pipeline.corpus.questions import QuestionMaker, whole_sentences
-from pipeline.schema import CorpusConfig
+from pipeline.corpus_schema import CorpusConfig
 from tests.unit.pipeline.corpus_samples import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.corpus_sources import texts, with_template
 

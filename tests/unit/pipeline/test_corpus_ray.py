@@ -31,7 +31,8 @@ from pipeline.corpus.backends.ray_actor import (
 )
 from pipeline.corpus.stage import run_corpus
 from pipeline.corpus.target_info import load_target_info
-from pipeline.schema import Config, CorpusConfig
+from pipeline.corpus_schema import CorpusConfig
+from pipeline.schema import Config
 from tests.conftest import ROOT
 from tests.unit.pipeline.corpus_contract import STOPS, check_contract, make_rows
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config

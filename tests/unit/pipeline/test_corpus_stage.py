@@ -18,7 +18,7 @@ from pipeline.corpus.backends.native import NativeCorpusBackend
 from pipeline.corpus.rows import Row
 from pipeline.corpus.shards import QUESTION_SCHEMA, ShardFolder
 from pipeline.corpus.stage import run_corpus
-from pipeline.schema import CorpusConfig
+from pipeline.corpus_schema import CorpusConfig
 from tests.unit.pipeline.corpus_contract import make_rows
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config
 

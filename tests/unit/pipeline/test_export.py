@@ -358,6 +358,18 @@ def export_with_shortlist(folder: Path, target: Path):
     )
 
 
+def test_a_head_with_values_of_its_own_is_exported_as_untied(tmp_path: Path) -> None:
+    """Its config says tied, as after a fine-tune that trained the head: vLLM would read the embeddings in its place."""
+    target = save(tmp_path / "target", make_model(tied=True, num_layers=3))
+    make_model(tied=True, seed=1).save_pretrained(tmp_path / "draft")
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0)
+    save_file(weights, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    folder = export(tmp_path, tmp_path / "draft", target)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(load_file(folder / "model.safetensors")["lm_head.weight"], weights["lm_head.weight"])
+
+
 def test_gemma_keeps_its_tied_head_and_says_so(tmp_path: Path) -> None:
     target = save(tmp_path / "target", make_model("gemma", num_layers=3))
     make_model("gemma", seed=1).save_pretrained(tmp_path / "draft")

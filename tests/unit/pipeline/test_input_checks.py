@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.input_checks import check_disk, check_inputs
-from pipeline.schema import Config, CorpusConfig, TargetConfig
+from pipeline.schema import Config, TargetConfig
 from tests.unit.pipeline.tiny_models import make_model, make_tokenizer, save
 
 

@@ -1,16 +1,26 @@
 """Finding and loading models: content revisions, and a clear refusal of what is no target."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from pipeline import models
-from pipeline.models import content_revision, load_causal_lm, load_tokenizer, resolve_target
+from pipeline.models import (
+    MissingPackageError,
+    check_causal_lm,
+    content_revision,
+    load_causal_lm,
+    load_tokenizer,
+    obtain_model,
+    resolve_target,
+)
 from pipeline.random_target import build_tokenizer, obtain_random_target
 from pipeline.schema import Config, RandomModelConfig, TargetConfig
 
@@ -98,6 +108,50 @@ def test_missing_folder_is_named(tmp_path: Path, path: str) -> None:
 def test_id_that_cannot_be_had_is_named(tmp_path: Path, path: str) -> None:
     with pytest.raises(ValueError, match=rf"target\.path='{path}'.*Check the name and the network"):
         resolve_target(config_of(path, tmp_path))
+
+
+def test_without_a_network_an_id_comes_from_the_cache_or_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not offline by choice: the Hub's client then lets its HTTP library's own error through, which is no OSError."""
+    library = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise library.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(models, "list_repo_files", unreachable)
+    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: str(folder))
+    assert obtain_model("org/cached") == folder
+    monkeypatch.setattr(models, "snapshot_download", unreachable)
+    with pytest.raises(ValueError, match=r"draft='org/other'.*Name or service.*Check the name and the network"):
+        obtain_model("org/other", field="draft")
+
+
+def test_a_folder_under_home_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave the ~ in target.path=~/models/mine to the program."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert obtain_model(f"~/{folder.name}") == folder
+
+
+def test_an_adapter_is_no_model_and_its_base_is_named(tmp_path: Path) -> None:
+    """A folder that PEFT saved: config.json may be there too, the weights are only what was added."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    for content in (None, '{"model_type": "llama"}'):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"a PEFT adapter of org/base and no model: merge"):
+            check_causal_lm(tmp_path, field="draft")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    check_causal_lm(tmp_path, field="draft")
+
+
+def test_a_quantised_model_without_its_package_is_a_users_message(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(MissingPackageError, match=r"target\.path=.*cannot be loaded here: .*gptqmodel"):
+        load_causal_lm(str(folder), "float32")
 
 
 def test_models_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from distill.config import OnPolicyConfig, TokenSelectionConfig
 from eval.theory import StepTimes
 from pipeline import estimates
 from pipeline.context import StageContext
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.models import ModelRef
 from pipeline.preflight import run_preflight, timing_findings
-from pipeline.schema import Config, CorpusConfig, TargetConfig
+from pipeline.schema import Config, TargetConfig
 from pipeline.tracker import Tracker
 from pipeline.verdict import HIGHEST_PLAUSIBLE_ACCEPTANCE, make_verdict, verdict_table
 from specdec_runtime.config import DecoderConfig

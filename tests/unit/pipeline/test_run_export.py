@@ -85,6 +85,14 @@ def test_the_folder_is_complete_and_the_report_has_the_agreed_keys(context: Stag
     assert figures["draft_sample_method"] == "probabilistic"
 
 
+@pytest.mark.parametrize(("revision", "line"), [(None, "hub_id=org/model"), ("v2", "hub_id=''")])
+def test_an_ids_target_is_named_by_its_id_too(context: StageContext, revision: str | None, line: str) -> None:
+    """The run reads it from the Hub's cache, whose place means nothing on another machine; an id alone gives no revision."""
+    context.config.target.path, context.config.target.revision = "org/model", revision
+    run_export(context)
+    assert f"made_for={context.target.path} {line}\n" in (context.work_dir / "serve.sh").read_text()
+
+
 def test_serving_choices_come_from_the_measurements(context: StageContext) -> None:
     run_export(context)
     settings = json.loads((context.work_dir / "speculative_config.json").read_text())

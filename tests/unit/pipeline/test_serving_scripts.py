@@ -70,6 +70,33 @@ def test_a_missing_target_is_said_before_anything_starts(tmp_path: Path, export:
     assert start(export / script, tmp_path, TARGET="/no/such folder")[0] == 2
 
 
+def test_an_ids_target_is_the_cached_folder_here_and_the_id_elsewhere(tmp_path: Path) -> None:
+    """A run reads an id's files from the Hub's cache; the export is copied to a machine without that cache."""
+    cache, folder = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "export"
+    cache.mkdir(parents=True)
+    (folder / "draft").mkdir(parents=True)
+    settings = {"gamma": 2, "draft_sample_method": "greedy", "dtype": "float32"}
+    write_serving_files(folder, target=str(cache), hub_id="org/model", **settings)
+    program = make_vllm(tmp_path / "env", "0.32.0")
+    assert start(folder / "serve.sh", tmp_path, VLLM=str(program))[1]["target"] == str(cache)
+    cache.rmdir()
+    assert start(folder / "serve.sh", tmp_path, VLLM=str(program))[1]["target"] == "org/model"
+    assert start(folder / "serve.sh", tmp_path, VLLM=str(program), TARGET=str(tmp_path / "none"))[0] == 2
+    assert "'org/model'" in (folder / "assisted_generation.py").read_text()
+
+
+def test_a_folder_with_one_slash_is_found_above_the_script(tmp_path: Path) -> None:
+    """`target.path=models/mine` looks like an id."""
+    folder, target = tmp_path / "run" / "export", tmp_path / "run" / "models" / "mine"
+    (folder / "draft").mkdir(parents=True)
+    target.mkdir(parents=True)
+    write_serving_files(folder, target="models/mine", gamma=2, draft_sample_method="greedy", dtype="float32")
+    program = make_vllm(tmp_path / "env", "0.32.0")
+    assert start(folder / "serve.sh", Path("/"), VLLM=str(program))[1]["target"] == "models/mine"  # holds no model
+    (target / "config.json").write_text("{}")
+    assert start(folder / "serve.sh", Path("/"), VLLM=str(program))[1]["target"] == str(target)
+
+
 def test_a_missing_vllm_is_said(tmp_path: Path, export: Path) -> None:
     code, _, error = start(export / "serve.sh", tmp_path)
     assert code == 2 and "VLLM=/path/to/bin/vllm" in error
