@@ -24,7 +24,7 @@ def require_liger() -> None:
     """Raise ValueError where the kernels cannot run."""
     if find_spec("liger_kernel") is None:
         raise ValueError(
-            f"train.liger=true needs the package liger-kernel: pip install 'draftsmith[liger]', or {WAY_OUT}"
+            f"train.liger=true needs the package liger-kernel: pip install -e '.[liger]', or {WAY_OUT}"
         )
     if not torch.cuda.is_available():
         raise ValueError(f"train.liger=true needs a CUDA device, and torch sees none: {WAY_OUT}")

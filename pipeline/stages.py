@@ -116,7 +116,7 @@ STAGES = (
     # A folder that any server loads, with the report.
     Stage(
         "export",
-        2,
+        3,
         ("export", "target.name"),
         ("preflight", "corpus", "distill", "eval", "bench"),
         "pipeline.export:run_export",

