@@ -8,6 +8,8 @@ INITS = ("layers", "chosen", "width", "pretrained", "random", "medusa")
 LAYER_PATTERNS = ("even", "first", "ends")
 #: As `draft.vocab_shortlist`: the size is chosen by predicted speedup, once there is a corpus.
 AUTO = "auto"
+#: How a draft may be sampled when it is served; the first is what `train.eval_sampler=null` stands for.
+EVAL_SAMPLERS = ("probabilistic", "greedy")
 #: What keeps several processes in step. ddp: whole copies. fsdp: PyTorch's fully_shard (FSDP2). deepspeed: ZeRO stage 3.
 ENGINES = ("ddp", "fsdp", "deepspeed")
 
@@ -219,6 +221,7 @@ class TrainConfig:
     train_embeddings: bool = False
     autocast_dtype: str = "bfloat16"
     eval_every_steps: int = 100
+    eval_sampler: Optional[str] = None
     checkpoint_every_steps: int = 100
     seed: int = 0
     liger: bool = False
@@ -244,6 +247,8 @@ class TrainConfig:
             raise ValueError(f"train.max_minutes={self.max_minutes}: must be > 0, or null for no time budget")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"train.max_steps={self.max_steps}: must be at least 1, or null for no step budget")
+        if self.eval_sampler not in (None, *EVAL_SAMPLERS):
+            raise ValueError(f"train.eval_sampler={self.eval_sampler!r}: choose from {list(EVAL_SAMPLERS)}; null is {EVAL_SAMPLERS[0]}")
         if self.autocast_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"train.autocast_dtype={self.autocast_dtype!r}: choose 'bfloat16' or 'float32'")
 
@@ -252,6 +257,7 @@ def refuse_for_medusa(train: TrainConfig) -> None:
     """Raises ValueError for a setting that only draft models have."""
     for name, is_set in (
         ("train_embeddings", train.train_embeddings),
+        ("eval_sampler", train.eval_sampler is not None),
         ("liger", train.liger),
         ("token_selection.keep_fraction", train.token_selection.enabled),
         ("on_policy", train.on_policy.enabled),

@@ -6,7 +6,7 @@ do not cover is refused rather than quietly computed the slow way. `distill.head
 Legend: S supervised positions, H hidden size, V ids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -34,21 +34,35 @@ def require_fusable(
     objective: Objective, head: LMHead, target_head: LMHead | None, *, has_shortlist: bool, selects_tokens: bool
 ) -> None:
     """Raise ValueError for a training whose loss the kernels do not compute, naming what stands in the way."""
-    if target_head is None:
-        reason = "loss.teacher=cached: the kernels compare with the live target (loss.teacher=online)"
-    elif len(objective.weights) != 1 or not set(objective.weights) <= {*BETAS, "jsd"}:
-        reason = f"loss.weights={objective.weights}: they know one of forward_kl, reverse_kl and jsd"
-    elif has_shortlist:
-        reason = "draft.vocab_shortlist: they take the whole vocabulary"
-    elif selects_tokens:
-        reason = "train.token_selection: they weigh every position alike"
-    elif any(part.bias_V is not None or part.scale != 1.0 or part.softcap for part in (head, target_head)):
+    check_settings(
+        objective.weights, is_live=target_head is not None, has_shortlist=has_shortlist, selects_tokens=selects_tokens
+    )
+    assert target_head is not None
+    if any(part.bias_V is not None or part.scale != 1.0 or part.softcap for part in (head, target_head)):
         reason = "a head with bias, logit scale or soft cap"
     elif head.weight_VH.shape[0] != target_head.weight_VH.shape[0]:
         reason = f"heads of {head.weight_VH.shape[0]} and {target_head.weight_VH.shape[0]} ids"
     else:
         return
-    raise ValueError(f"train.liger=true does not go with {reason}; change it, or {WAY_OUT}")
+    raise _not_with(reason)
+
+
+def check_settings(
+    weights: Mapping[str, float], *, is_live: bool, has_shortlist: bool, selects_tokens: bool
+) -> None:
+    """Raise ValueError for what is known to stand in the way before there is a model. `weights`: of the losses above 0."""
+    if not is_live:
+        raise _not_with("loss.teacher=cached: the kernels compare with the live target (loss.teacher=online)")
+    if len(weights) != 1 or not set(weights) <= {*BETAS, "jsd"}:
+        raise _not_with(f"loss.weights={dict(weights)}: they know one of forward_kl, reverse_kl and jsd")
+    if has_shortlist:
+        raise _not_with("draft.vocab_shortlist: they take the whole vocabulary")
+    if selects_tokens:
+        raise _not_with("train.token_selection: they weigh every position alike")
+
+
+def _not_with(reason: str) -> ValueError:
+    return ValueError(f"train.liger=true does not go with {reason}; change it, or {WAY_OUT}")
 
 
 def fused_summed_loss(

@@ -104,12 +104,13 @@ class LossForward:
 
     def _live_loss(self, batch: dict[str, Tensor]) -> ChunkLoss:
         assert self.target_head is not None
-        target_head, tokens_S, target_SH = self.target_head, batch["token_rows_S"], self._target_hidden(batch)
+        target_head, tokens_S, target_SH = self.target_head, batch.get("token_rows_S"), self._target_hidden(batch)
 
         def chunk_loss(logits_CV: Tensor, start: int, end: int) -> Tensor:
             with torch.no_grad():
                 raw = target_head.project(target_SH[start:end], target_head.weight_VH.dtype)
                 target_CV = target_head.finish(raw)
-            return self.objective.full(target_CV, logits_CV, tokens_S[start:end], self.rows)
+            tokens_C = None if tokens_S is None else tokens_S[start:end]
+            return self.objective.full(target_CV, logits_CV, tokens_C, self.rows)
 
         return chunk_loss

@@ -45,11 +45,14 @@ class MixedTextTrainer(DistillationTrainer):
         self.num_supervised_tokens = 0
         config = draft.config.get_text_config()
         pad_ids = config.pad_token_id, draft.generation_config.pad_token_id
+        prompts = corpus_prompts(rows, max_sequence_tokens)
+        # The trainer drops rows that do not fill a batch: of fewer rows than one batch it would train on none.
+        args.per_device_train_batch_size = min(args.per_device_train_batch_size, len(prompts))
         super().__init__(
             model=draft,
             teacher_model=target,
             args=args,
-            train_dataset=corpus_prompts(rows, max_sequence_tokens),
+            train_dataset=prompts,
             # A copy: the trainer sets a pad token where there is none.
             processing_class=copy.deepcopy(tokenizer),
             callbacks=list(callbacks),

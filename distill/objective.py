@@ -40,13 +40,16 @@ class Objective:
         floor = {"reverse_kl": {"log_floor": losses.LOG_TAIL_FLOOR}}
         return self._sum(target_NB, scores_NB - norm_N[:, None], scores_NV, norm_N, token_rows_N, floor)
 
-    def full(self, target_logits_NV: Tensor, draft_logits_NV: Tensor, token_rows_N: Tensor, rows: Tensor | None) -> Tensor:
+    def full(
+        self, target_logits_NV: Tensor, draft_logits_NV: Tensor, token_rows_N: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
         """Loss per position, shape N, against a live target. `rows` are the target's ids that the draft's head keeps;
-        without it both sides are cut to the ids that they share and renormalised (padded vocabularies)."""
+        without it both sides are cut to the ids that they share and renormalised (padded vocabularies). Where no token is
+        the target's own (`token_rows_N` is None), cross entropy is its expectation under the target."""
         if rows is None:
             num_shared = min(target_logits_NV.shape[-1], draft_logits_NV.shape[-1])
             target_logits_NV, draft_logits_NV = target_logits_NV[:, :num_shared], draft_logits_NV[:, :num_shared]
-            token_rows_N = torch.where(token_rows_N < num_shared, token_rows_N, -1)
+            token_rows_N = None if token_rows_N is None else torch.where(token_rows_N < num_shared, token_rows_N, -1)
         target_NV = torch.log_softmax(self._scores(target_logits_NV), -1)
         target_NV = target_NV if rows is None else target_NV[:, rows]
         scores_NV = self._scores(draft_logits_NV)
@@ -59,12 +62,12 @@ class Objective:
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
 
     def _sum(
-        self, target: Tensor, draft: Tensor, scores_NV: Tensor, norm_N: Tensor, token_rows_N: Tensor,
+        self, target: Tensor, draft: Tensor, scores_NV: Tensor, norm_N: Tensor, token_rows_N: Tensor | None,
         extra: dict[str, dict[str, float]],
     ) -> Tensor:
         total_N = torch.zeros_like(norm_N)
         for name, weight in self.weights.items():
-            if name == "cross_entropy":
+            if name == "cross_entropy" and token_rows_N is not None:
                 value_N = self._cross_entropy(scores_NV, norm_N, token_rows_N)
             else:
                 value_N = getattr(losses, name)(target, draft, **self.options.get(name, {}), **extra.get(name, {}))

@@ -20,7 +20,6 @@ from distill.mixed_text import MixedTextTrainer
 from distill.objective import Objective
 from distill.own_head import OwnHead
 from distill.schedule import BudgetClock, lr_factor
-from distill.topk import remap_ids, remap_table
 from distill.trainer_settings import fixed_settings, set_trainable
 
 #: Stands for "until the time is up"; the trainer wants a number of steps.
@@ -44,7 +43,7 @@ class OnPolicyTrainer(MixedTextTrainer):
             return phase.lmbda_start + (phase.lmbda_end - phase.lmbda_start) * done
 
         self.vocab_ids = None if vocab_ids is None else torch.as_tensor(list(vocab_ids))
-        self.table = remap_table(vocab_ids, draft.get_input_embeddings().weight.shape[0])
+        self.num_ids = draft.get_input_embeddings().weight.shape[0]
         super().__init__(
             draft, rows, args=_arguments(train, scratch_dir), tokenizer=tokenizer, lmbda=lmbda,
             max_sequence_tokens=train.max_sequence_tokens, continue_answers=phase.continue_answers, callbacks=callbacks,
@@ -66,7 +65,7 @@ class OnPolicyTrainer(MixedTextTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Sum of the losses over the written and the given tokens / their number in the optimiser step."""
-        total: Tensor = model(distill_batch=pack_completions(inputs, self.table))
+        total: Tensor = model(distill_batch=pack_completions(inputs))
         loss: Tensor = total * self.accelerator.num_processes / inputs["num_items_in_batch"]
         return loss
 
@@ -84,7 +83,7 @@ class OnPolicyTrainer(MixedTextTrainer):
     def _shortlist_head(self, vocab_ids: Tensor) -> Iterator[None]:
         draft = self.loss_forward.draft
         before = draft.get_output_embeddings()
-        draft.set_output_embeddings(_ShortlistHead(before, vocab_ids, len(self.table), is_trimmed=self.own_head is not None))
+        draft.set_output_embeddings(_ShortlistHead(before, vocab_ids, self.num_ids, is_trimmed=self.own_head is not None))
         try:
             yield
         finally:
@@ -120,12 +119,13 @@ class _ShortlistHead(nn.Module):
         return logits
 
 
-def pack_completions(inputs: dict[str, Any], table: Tensor) -> dict[str, Tensor]:
+def pack_completions(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """trl's padded prompts and completions as one packed batch, whose supervised positions are exactly the completions'.
 
-    Masks tell what is padding, never a token id: a final EOS is trained on though it is the pad token.
+    Masks tell what is padding, never a token id: a final EOS is trained on though it is the pad token. There are no labels:
+    what the draft wrote is not what the target would have, and the live target says at each position what it expects.
     """
-    tokens, positions, supervised, completions = [], [], [], []
+    tokens, positions, supervised = [], [], []
     num_before = 0
     for row in range(len(inputs["prompt_ids"])):
         prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
@@ -134,13 +134,11 @@ def pack_completions(inputs: dict[str, Any], table: Tensor) -> dict[str, Tensor]
         tokens.append(line)
         positions.append(torch.arange(len(line), device=line.device))
         supervised.append(positions[-1][len(prompt) - 1 :] + num_before)
-        completions.append(completion)
         num_before += len(line)
     return {
         "input_ids": torch.cat(tokens)[None],
         "position_ids": torch.cat(positions)[None],
         "supervised_S": torch.cat(supervised),
-        "token_rows_S": remap_ids(torch.cat(completions), table.to(tokens[0].device)),
     }
 
 

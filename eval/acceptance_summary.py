@@ -79,31 +79,34 @@ def rounds_row(table: AcceptanceTable, max_gamma: int, resampling: Resampling) -
 def decoded_row(decoded: DecodedAcceptance, tables: Iterable[AcceptanceTable], resampling: Resampling) -> Entry:
     """What real decoding showed, beside what the text says of the same draft, temperature, sampler and gamma.
 
-    `agrees`: the intervals of accepted / judged proposals overlap.
+    `agrees`: the intervals of accepted / judged proposals overlap; not there where answers of one token, which leave nothing to
+    propose, are all there is on a side, whose `judged_acceptance` is None then.
     """
     options = resampling.options
-    judged = decoded.judged_acceptance(**options)
+    num_judged = sum(decoded.stats.judged_per_position)
+    judged = decoded.judged_acceptance(**options) if num_judged else None
     row: Entry = {
         "draft": decoded.draft,
         "temperature": decoded.temperature,
         "sampler": decoded.sampler,
         "gamma": decoded.gamma,
-        "judged_acceptance": judged.as_dict(),
+        "judged_acceptance": None if judged is None else judged.as_dict(),
         "conditional_acceptance": [interval.as_dict() for interval in decoded.conditional(**options)],
         "block_efficiency": decoded.block_efficiency(**options).as_dict(),
         "num_prompts": len(decoded.outputs),
-        "num_judged": sum(decoded.stats.judged_per_position),
+        "num_judged": num_judged,
     }
     key = {"draft": decoded.draft, "temperature": decoded.temperature, "sampler": decoded.sampler, "warper": "none"}
     for table in tables:
         if table.key == key and table.prompt_ids:
             expected = expected_rounds(table, decoded.gamma)
-            from_text = expected.judged_acceptance(**options)
+            from_text = expected.judged_acceptance(**options) if expected.judged.any() else None
             row["from_text"] = {
                 "acceptance_rate": table.rate(**options).as_dict(),
-                "judged_acceptance": from_text.as_dict(),
+                "judged_acceptance": None if from_text is None else from_text.as_dict(),
                 "conditional_acceptance": expected.conditional,
                 "block_efficiency": expected.block_efficiency(**options).as_dict(),
             }
-            row["agrees"] = from_text.low <= judged.high and judged.low <= from_text.high
+            if judged is not None and from_text is not None:
+                row["agrees"] = from_text.low <= judged.high and judged.low <= from_text.high
     return row

@@ -110,6 +110,11 @@ def _check_medusa(config: Config) -> None:
                 f"stages={config.stages}: {name} is for draft models; with draft=medusa set stages=[corpus,distill,eval,bench]"
             )
     refuse_for_medusa(config.train)
+    if config.corpus.max_new_tokens <= (config.draft.num_heads or 0):
+        raise ValueError(
+            f"corpus.max_new_tokens={config.corpus.max_new_tokens}: with draft.num_heads={config.draft.num_heads} the last head learns "
+            "from longer answers only; raise it, or lower draft.num_heads"
+        )
     if config.launch.engine is not None:
         raise ValueError(f"launch.engine={config.launch.engine}: Medusa heads are trained in one process; set it to null")
     bench, num_heads = config.bench, config.draft.num_heads

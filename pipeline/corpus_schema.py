@@ -5,6 +5,16 @@ from typing import Any, Optional
 
 CORPUS_BACKENDS = ("native", "vllm", "openai", "ray")
 RAY_ENGINES = ("vllm", "native")
+#: By backend, what `corpus.engine_args` must not say, and the setting that says it: rows would not be what they are written down as.
+_VLLM_FIELDS = {"model": "target.path"}
+SAID_ELSEWHERE = {
+    "openai": {
+        "model": "corpus.served_model", "prompt": "corpus.prompts", "max_tokens": "corpus.max_new_tokens", "seed": "corpus.seed",
+        "temperature": "corpus.shares", "top_p": "corpus.shares", "n": "corpus.samples_per_prompt", "logprobs": "corpus.topk",
+    },
+    "vllm": _VLLM_FIELDS,
+    "ray": _VLLM_FIELDS,
+}  # fmt: skip
 
 
 @dataclass
@@ -125,6 +135,11 @@ class CorpusConfig:
             )
         if (self.backend == "native" or (self.backend == "ray" and self.ray_engine == "native")) and self.engine_args:
             raise ValueError(f"corpus.engine_args={dict(self.engine_args)}: only the engines vllm and openai take them")
+        for name, setting in SAID_ELSEWHERE.get(self.backend, {}).items():
+            if name in self.engine_args:
+                raise ValueError(
+                    f"corpus.engine_args={dict(self.engine_args)}: {name} is not taken from there; set {setting}, which rows go by"
+                )
         self._check_ray()
         if self.num_in_flight < 1 or self.max_retries < 0 or self.request_timeout_s <= 0:
             raise ValueError(

@@ -6,6 +6,9 @@ from pathlib import Path
 from huggingface_hub import get_token
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from distill.config import AUTO
+from distill.liger import check_settings, require_liger
+from distill.objective import Objective
 from pipeline import compat
 from pipeline.bench_prompts import check_prompt_file
 from pipeline.corpus import check_prompts
@@ -40,6 +43,8 @@ def check_inputs(config: Config) -> None:
             "export.push=true: not logged in to Hugging Face; run `hf auth login`, or set export.push=false"
         )
     check_launch(config)
+    if "distill" in config.stages and config.train.liger:
+        _check_liger(config)
     # Opens them and reads one row each; here already, since the target may have to be fetched first.
     check_sources(config.corpus)
     for field, prompts in (("eval.prompts", config.eval.prompts), ("bench.prompts", config.bench.prompts)):
@@ -50,6 +55,17 @@ def check_inputs(config: Config) -> None:
     if "corpus" in config.stages and config.corpus.backend == "ray":
         require_ray()
     check_target(config, resolve_target(config))
+
+
+def _check_liger(config: Config) -> None:
+    """Raise ValueError for kernels that would refuse this training when the corpus is there."""
+    check_settings(
+        Objective(config.loss).weights,
+        is_live=config.loss.teacher == "online",
+        has_shortlist=config.draft.vocab_shortlist not in (None, AUTO),
+        selects_tokens=config.train.token_selection.enabled,
+    )
+    require_liger()
 
 
 def check_disk(folder: Path, min_free_gib: float) -> None:

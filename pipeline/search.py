@@ -17,7 +17,7 @@ from pipeline.commands import read_plan, run_command
 from pipeline.halving import successive_halving
 from pipeline.report import read_result
 from pipeline.schema import STAGE_NAMES
-from pipeline.search_score import Score, score_candidate, with_common_target
+from pipeline.search_score import Score, require_measured, score_candidate, with_common_target
 from pipeline.search_table import Rungs, as_dict, markdown_table, pareto_figure
 from pipeline.store import fingerprint_of, write_json
 from pipeline.tracking_groups import open_group
@@ -68,6 +68,8 @@ class Search:
         limits = [f"preflight.max_gamma={plan.max_gamma}", f"eval.max_gamma={plan.max_gamma}"]
         self.base = [*plan.overrides, *limits, *words]
         self.timing = self._trials([])
+        for trial in self.timing.values():
+            require_measured(trial.config.eval, temperature=plan.temperature, sampler=plan.sampler)
         config = next(iter(self.timing.values())).config
         key = fingerprint_of({name: trial.fingerprints["eval"] for name, trial in self.timing.items()})
         self.key = f"{name}-{key[:8]}"

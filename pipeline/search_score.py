@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.config import EvalConfig
 from eval.theory import StepTimes, expected_tokens_from_positions
 from pipeline.report import read_result
 from pipeline.shortlist import times_of_chosen_head
@@ -73,14 +74,24 @@ def score_candidate(
     )
 
 
+def require_measured(settings: EvalConfig, *, temperature: float, sampler: str) -> None:
+    """Raise ValueError unless the eval stage will measure this temperature and sampler."""
+    if temperature not in settings.temperatures or sampler not in settings.samplers:
+        raise _not_measured(temperature, sampler)
+
+
+def _not_measured(temperature: float, sampler: str) -> ValueError:
+    return ValueError(
+        f"search: acceptance at temperature {temperature:g} with sampler {sampler} is not measured; set eval.temperatures "
+        "and eval.samplers, or search.temperature and search.sampler"
+    )
+
+
 def _entry(entries: Sequence[Mapping[str, Any]], temperature: float, sampler: str) -> Mapping[str, Any]:
     for entry in entries:
         if entry["draft"] == "distilled" and entry["temperature"] == temperature and entry["sampler"] == sampler:
             return entry
-    raise ValueError(
-        f"search: acceptance at temperature {temperature:g} with sampler {sampler} was not measured; set eval.temperatures "
-        "and eval.samplers, or search.temperature and search.sampler"
-    )
+    raise _not_measured(temperature, sampler)
 
 
 def pareto_front(scores: Mapping[str, Score]) -> list[str]:

@@ -22,6 +22,8 @@ from distill.draft_init import frequent_token_ids, rank_token_ids, shortlist_cov
 from eval.theory import StepTimes, speedup_iid
 from eval.timing import measure_head_times
 from pipeline.context import StageContext
+from pipeline.corpus.chat import stop_ids
+from pipeline.corpus.target_info import load_target_info
 from pipeline.held_out import CorpusParts
 from pipeline.initial_draft import candidate_draft
 from pipeline.models import load_tokenizer
@@ -54,8 +56,18 @@ def shortlist(context: StageContext, train_rows: Dataset) -> list[int] | None:
     num_ids = context.config.draft.shortlist_size
     if num_ids is None:
         return None
-    tokenizer = load_tokenizer(context.target.path)
-    return frequent_token_ids(train_rows, num_ids, tokenizer.all_special_ids)
+    return frequent_token_ids(train_rows, num_ids, special_ids(context))
+
+
+def special_ids(context: StageContext) -> list[int]:
+    """The ids that every shortlist has: the tokenizer's special ones, and those that end the target's text.
+
+    Ids that the target's head lacks are left out: some tokenizers have a pad token that was added behind its vocabulary.
+    """
+    path, trust = context.target.path, context.target.trust_remote_code
+    tokenizer, info = load_tokenizer(path, trust), load_target_info(path, trust)
+    found = {*tokenizer.all_special_ids, *stop_ids(info, tokenizer)}
+    return sorted(token_id for token_id in found if token_id < info.vocab_size)
 
 
 def with_chosen_shortlist(
@@ -113,11 +125,11 @@ def best_outlook(outlooks: Sequence[SizeOutlook]) -> SizeOutlook:
 def _choose(context: StageContext, target: PreTrainedModel, parts: CorpusParts) -> dict[str, Any]:
     config = context.config
     draft = candidate_draft(config, target)
-    special = load_tokenizer(context.target.path).all_special_ids
+    special = special_ids(context)
     vocab_size = int(target.get_output_embeddings().weight.shape[0])
     draft_rows = int(draft.get_output_embeddings().weight.shape[0])
     ranked = rank_token_ids(parts.train, vocab_size, special)
-    sizes = [size for size in sizes_to_try(vocab_size, len(set(special))) if size <= draft_rows or size == vocab_size]
+    sizes = [size for size in sizes_to_try(vocab_size, len(special)) if size <= draft_rows or size == vocab_size]
     times = measure_head_times(
         target,
         draft,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distill.config import EVAL_SAMPLERS
 from eval.held_out import HeldOutAcceptance
 from pipeline.context import StageContext, load_target
 from pipeline.corpus.policy import share_temperatures
@@ -80,7 +81,10 @@ def _prepare(context: StageContext, parts: CorpusParts) -> _Start:
     target = load_target(context)
     context, choice = with_chosen_shortlist(context, target, parts)
     config, vocab_ids = context.config, shortlist(context, parts.train)
-    acceptance_of = HeldOutAcceptance(target, parts.validation, temperatures=share_temperatures(config.corpus), vocab_ids=vocab_ids)
+    acceptance_of = HeldOutAcceptance(
+        target, parts.validation, temperatures=share_temperatures(config.corpus),
+        sampler=config.train.eval_sampler or EVAL_SAMPLERS[0], vocab_ids=vocab_ids,
+    )  # fmt: skip
     draft, init = obtain_initial_draft(context, target, parts.train, vocab_ids=vocab_ids, acceptance_of=acceptance_of)
     if config.launch.engine is not None:
         prepare_launch(context, vocab_ids=vocab_ids, acceptance_of=acceptance_of)

@@ -149,7 +149,7 @@ NOT_IN_FINGERPRINT = frozenset(
     }
 )
 #: Settings that came later: null or [], which is what was done before, leaves a fingerprint as it was.
-NOT_IN_FINGERPRINT_IF_EMPTY = frozenset({"draft.num_heads", "bench.trees", "corpus.ray_engine"})
+NOT_IN_FINGERPRINT_IF_EMPTY = frozenset({"draft.num_heads", "bench.trees", "corpus.ray_engine", "train.eval_sampler"})
 #: Settings of a group that not all of its readers read; those that do name them one by one.
 NOT_IN_GROUP = frozenset({"corpus.held_out_fraction", "draft.expected_acceptance"})
 

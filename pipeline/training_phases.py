@@ -44,7 +44,7 @@ def train_in_phases(
     `target` is for `loss.teacher=online`. Without it the offline phase has no target in memory, and the on-policy phase
     loads one when its turn comes.
     """
-    config, train = context.config, context.config.train
+    config, train, trust = context.config, context.config.train, context.target.trust_remote_code
     common: dict[str, Any] = {
         "loss": config.loss, "acceptance_of": acceptance_of, "vocab_ids": vocab_ids, "train_head": config.draft.has_own_head,
     }
@@ -57,8 +57,9 @@ def train_in_phases(
     if not train.on_policy.enabled:
         return Trained(offline.best_dir, offline, record)
     result = train_on_policy(
-        load_causal_lm(str(offline.best_dir), "float32"), rows, target=load_target(context) if target is None else target,
-        tokenizer=load_tokenizer(context.target.path), train=train, output_dir=context.work_dir / ON_POLICY,
+        load_causal_lm(str(offline.best_dir), "float32", trust, field="draft"), rows,
+        target=load_target(context) if target is None else target, tokenizer=load_tokenizer(context.target.path, trust),
+        train=train, output_dir=context.work_dir / ON_POLICY,
         on_metrics=context.tracker.log_metrics, **common,
     )
     record["on_policy"] = {name: value for name, value in asdict(result).items() if name != "best_dir"}
@@ -93,7 +94,7 @@ def _reference_losses(
     trained = train_draft(
         copy.deepcopy(draft), rows, train=short, output_dir=context.work_dir / REFERENCE, target=live, **common
     )
-    reference = load_causal_lm(str(trained.best_dir), "float32")
+    reference = load_causal_lm(str(trained.best_dir), "float32", context.target.trust_remote_code, field="draft")
     return reference_losses(
         reference, rows, loss=common["loss"], train=train, target=live, vocab_ids=common["vocab_ids"]
     )

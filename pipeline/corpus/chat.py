@@ -51,7 +51,7 @@ def user_turn(
     """Render a sentinel as the user's message and cut there, which works for any template (Xu et al. 2024, Magpie).
 
     Raises:
-        ValueError: the template does not put the user's words into the text, or refuses the system prompt.
+        ValueError: the template does not put the user's words into the text, or refuses the system prompt or drops it.
     """
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": _SENTINEL})
@@ -61,6 +61,11 @@ def user_turn(
         raise ValueError(
             f"corpus.system_prompts: the target's chat template refuses {messages}: {error}"
         ) from error
+    if system_prompt and _squeezed(system_prompt) not in _squeezed(text):
+        raise ValueError(
+            "corpus.system_prompts: the target's chat template leaves system prompts out of the text, so they and corpus.topics would "
+            "change nothing; set both to []"
+        )
     if text.count(_SENTINEL) != 1:
         raise ValueError(
             "The target's chat template does not show where the user's words go, so it cannot be used to invent "
@@ -68,6 +73,11 @@ def user_turn(
         )
     prefix, suffix = text.split(_SENTINEL)
     return UserTurn(prefix, suffix, stop_ids(target, tokenizer) | _end_of_turn(tokenizer, suffix))
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates trim."""
+    return "".join(text.split())
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, suffix: str) -> frozenset[int]:
@@ -78,11 +88,16 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, suffix: str) -> frozenset[i
 
 
 def stop_ids(target: Configured, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end the target's text: its generation config's, else its config's, else its tokenizer's EOS."""
+    """The ids that end the target's text: its generation config's, else its config's, else its tokenizer's EOS.
+
+    Ids that the target cannot put out are left out: some configs name those of a larger tokenizer, or -1 for none.
+    """
+    vocab_size = int(target.config.get_text_config().vocab_size)
     for source in (target.generation_config, target.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return frozenset(ids) if isinstance(ids, list) else frozenset([int(ids)])
+            named = ids if isinstance(ids, list) else [int(ids)]
+            return frozenset(token_id for token_id in named if 0 <= token_id < vocab_size)
     return frozenset()
 
 

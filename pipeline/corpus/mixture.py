@@ -46,9 +46,16 @@ def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Find the mistakes in `corpus` and `target.chat` that can be found before any long work.
 
     Raises:
-        ValueError: chat without a chat template, no prompts for a base model, a missing or empty file, no such column.
+        ValueError: chat without a chat template, no prompts for a base model, a missing or empty file, no such column, a setting
+            of the other kind of target.
     """
-    sources = sources_of(config.corpus)
+    corpus, sources = config.corpus, sources_of(config.corpus)
+    if config.target.chat and corpus.prefix_tokens is not None:
+        raise ValueError(
+            f"corpus.prefix_tokens={corpus.prefix_tokens}: only the texts of a base model (target.chat=false) are cut; set it to null"
+        )
+    if not config.target.chat and corpus.turn_by_turn:
+        raise ValueError("corpus.turn_by_turn=true: the texts of a base model (target.chat=false) have no turns; set it to false")
     if config.target.chat:
         require_chat_template(tokenizer)
     elif any(source.prompts is None for source in sources):

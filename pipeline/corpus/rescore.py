@@ -1,6 +1,6 @@
 """The teacher's candidates for text that came without them: forwards of the target over prompt and response.
 
-Shape legend: B rows, L positions, N tokens of a response, V vocabulary, K stored candidates.
+Shape legend: B rows, L positions, N tokens of a response, H hidden size, V vocabulary, K stored candidates.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from distill.head import LMHead
 from pipeline.corpus.backends.base import NON_FINITE, CorpusBackend, FinishedRow, Options
 from pipeline.corpus.rows import Row
 
@@ -66,15 +67,20 @@ def _rescore_group(model: PreTrainedModel, group: Sequence[FinishedRow], topk: i
     hidden_BLH = model.base_model(
         input_ids=ids_BL.to(model.device), attention_mask=mask_BL.to(model.device), use_cache=False
     ).last_hidden_state
-    head = model.get_output_embeddings()
+    head = LMHead.of(model)
     for i, finished in enumerate(group):
         first = len(finished.row.prompt_token_ids) - 1
         hidden_NH = hidden_BLH[i, first : first + len(finished.token_ids)]
-        parts = [_top(head(part).float(), topk) for part in hidden_NH.split(_HEAD_POSITIONS)]
+        parts = [_top(_logits(head, part_NH), topk) for part_NH in hidden_NH.split(_HEAD_POSITIONS)]
         finished.topk_ids = np.concatenate([ids for ids, _ in parts])
         finished.topk_logprobs = np.concatenate([logprobs for _, logprobs in parts])
         if not np.isfinite(finished.topk_logprobs[:, 0]).all():
             finished.failure, finished.topk_ids, finished.topk_logprobs = NON_FINITE, None, None
+
+
+def _logits(head: LMHead, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """fp32, scaled and capped as the model's own forward does: Granite, Cohere and Gemma 2 do one or the other."""
+    return head.finish(head.project(hidden_NH, head.weight_VH.dtype))
 
 
 def _top(logits_NV: torch.Tensor, topk: int) -> tuple[np.ndarray, np.ndarray]:

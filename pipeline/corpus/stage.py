@@ -1,6 +1,7 @@
 """The corpus stage: prompts, then the target's answers, then the accounting."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,8 @@ from pipeline.corpus.rows import Row
 from pipeline.corpus.target_info import TargetInfo, check_sizes, load_target_info
 from pipeline.models import load_tokenizer
 from pipeline.store import write_json
+
+log = logging.getLogger(__name__)
 
 QUESTIONS = "questions"
 #: What the first rows of a corpus have in common is taken for what all have in common.
@@ -69,6 +72,7 @@ def run_corpus(context: StageContext) -> dict[str, object]:
         raise ValueError(
             f"The target gave no answer that could be kept; failed rows: {dict(accounting.failed)}"
         )
+    _warn_of_failures(accounting)
     digest = corpus_digest(answers.files(), context.target.revision)
     context.tracker.log_corpus(folder, digest=digest, num_rows=accounting.num_written)
     write_corpus_report(folder, stream.tokenizer, context.tracker)
@@ -169,6 +173,15 @@ def corpus_digest(files: list[Path], target_revision: str) -> str:
         for values in zip(*(table.column(name).to_pylist() for name in columns), strict=True):
             total += int.from_bytes(hashlib.sha256(repr(values).encode()).digest(), "big")
     return hashlib.sha256(f"{target_revision}:{total % 2**256}".encode()).hexdigest()
+
+
+def _warn_of_failures(accounting: Accounting) -> None:
+    """Say what the next stages will not miss: a corpus of few answers trains a draft all the same."""
+    if accounting.failed:
+        log.warning(
+            "%d of the corpus's %d rows failed: %s; corpus.json names some of each",
+            accounting.failed.total(), accounting.num_requested, dict(accounting.failed.most_common()),
+        )  # fmt: skip
 
 
 def _figures(accounting: Accounting, tokens_per_second: float | None) -> dict[str, object]:

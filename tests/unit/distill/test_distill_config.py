@@ -19,6 +19,7 @@ from distill.config import DraftConfig, LossConfig, OnPolicyConfig, TokenSelecti
         (lambda: TrainConfig(max_minutes=0.0), "train.max_minutes=0.0"),
         (lambda: TrainConfig(tokens_per_step=0), "train.tokens_per_step=0: must be at least 1"),
         (lambda: TrainConfig(autocast_dtype="float16"), "train.autocast_dtype='float16'"),
+        (lambda: TrainConfig(eval_sampler="argmax"), "train.eval_sampler='argmax': choose from"),
         (lambda: DraftConfig(vocab_shortlist=0), "draft.vocab_shortlist=0"),
         (lambda: DraftConfig(vocab_shortlist="8192"), "draft.vocab_shortlist='8192': must be a positive number, .* or auto"),
         (lambda: DraftConfig(expected_acceptance=0.0), "draft.expected_acceptance=0.0"),

@@ -152,6 +152,7 @@ def test_hydra_refuses_by_name(make_config: Composer, override: str, name: str) 
         (["+experiment=tiny_medusa", "stages=[corpus,distill,eval,bench,export]"], "export is for draft models"),
         (["+experiment=tiny_medusa", "bench.gammas=[3]"], "draft.num_heads=2 propose no more"),
         (["+experiment=tiny_medusa", "bench.auto_gamma=true"], "bench.auto_gamma=true"),
+        (["+experiment=tiny_medusa", "corpus.max_new_tokens=2"], "corpus.max_new_tokens=2: with draft.num_heads=2"),
         (["+experiment=tiny_medusa", "bench.backends=[native,hf_assisted]"], "cannot serve Medusa heads"),
         (["+experiment=tiny_medusa", "draft.num_heads=null"], "draft.num_heads=None"),
         (["draft.num_heads=2"], "draft.num_heads=2"),

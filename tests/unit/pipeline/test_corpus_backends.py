@@ -3,11 +3,20 @@
 import copy
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+)
 
 from pipeline.corpus.backends.base import (
     EngineFailure,
@@ -21,7 +30,7 @@ from pipeline.corpus.backends.native import NativeCorpusBackend
 from pipeline.corpus.backends.vllm import VllmCorpusBackend
 from pipeline.corpus.rescore import RescoringBackend, rescore
 from pipeline.random_target import build_model
-from pipeline.schema import Config, RandomModelConfig
+from pipeline.schema import Config, CorpusConfig, RandomModelConfig
 from pipeline.stages import config_subtree
 from tests.unit.pipeline.corpus_contract import (
     PROMPTS,
@@ -32,6 +41,11 @@ from tests.unit.pipeline.corpus_contract import (
     tokens,
 )
 from tests.unit.pipeline.corpus_samples import tiny_model
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.3,
+}  # fmt: skip
 
 
 def native(batch_size: int = 8) -> NativeCorpusBackend:
@@ -135,6 +149,30 @@ def test_rescoring_agrees_with_decoding(dtype: torch.dtype, atol: float) -> None
         )
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0),
+        GraniteConfig(**SIZES, logits_scaling=4.0),
+        CohereConfig(**SIZES, logit_scale=0.25),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_rescoring_scales_and_caps_logits_as_the_model_does(config: PreTrainedConfig) -> None:
+    """The bare head's candidates would be those of another, far sharper distribution."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    (row,) = make_rows([[5, 9, 7]])
+    finished = FinishedRow(row, [11, 3, 60], "length")
+    rescore(model, [finished], 4)
+    with torch.inference_mode():
+        logits_NV = model(torch.tensor([[5, 9, 7, 11, 3, 60]])).logits[0, 2:5]
+    expected = torch.log_softmax(logits_NV, dim=-1).topk(4)
+    assert finished.topk_logprobs is not None and finished.topk_ids is not None
+    np.testing.assert_allclose(finished.topk_logprobs.astype(float), expected.values.numpy(), atol=4e-3)
+    assert finished.topk_ids.tolist() == expected.indices.tolist()
+
+
 def test_too_few_candidates_are_refused() -> None:
     with pytest.raises(EngineFailure, match=r"corpus\.topk=3: x gives only 2 .*--max-logprobs 3"):
         pack([{1: -0.1, 2: -3.0}], 3, engine="x")
@@ -175,9 +213,23 @@ def test_engine_args_are_free_and_what_only_carries_the_work_is_not_in_the_finge
         "corpus.rescore=true",
         "corpus.batch_size=9",
         "corpus.served_model=x",
-        "+corpus.engine_args.seed=1",
+        "+corpus.engine_args.top_k=1",
     ):
         assert config_subtree(asdict(make_config(*openai, other)), ("corpus",)) != plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"backend": "openai", "base_urls": ["http://x"], "engine_args": {"top_k": 20, "temperature": 0.7}}, "corpus.shares"),
+        ({"backend": "openai", "base_urls": ["http://x"], "engine_args": {"max_tokens": 9}}, "corpus.max_new_tokens"),
+        ({"backend": "vllm", "engine_args": {"model": "another"}}, "target.path"),
+    ],
+)
+def test_engine_args_that_would_make_rows_untrue_are_refused(settings: dict[str, Any], field: str) -> None:
+    """The request took them, and the rows went on to say temperature 0 or 1, as in `corpus.shares`."""
+    with pytest.raises(ValueError, match=f"corpus.engine_args=.* set {field}"):
+        CorpusConfig(**settings)
 
 
 def test_vllm_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

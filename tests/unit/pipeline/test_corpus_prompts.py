@@ -223,7 +223,13 @@ def test_chat_needs_a_template_and_a_base_model_needs_prompts(tmp_path: Path) ->
     config = tiny_config(tmp_path)
     with pytest.raises(ValueError, match=r"target\.chat=true.*chat template"):
         check_prompts(config, with_template(None))
-    config.target.chat = False
+    config.corpus.prefix_tokens = 3
+    with pytest.raises(ValueError, match=r"corpus\.prefix_tokens=3: only the texts of a base model"):
+        check_prompts(config, tiny_tokenizer())
+    config.corpus.prefix_tokens, config.corpus.turn_by_turn, config.target.chat = None, True, False
+    with pytest.raises(ValueError, match=r"corpus\.turn_by_turn=true: the texts of a base model"):
+        check_prompts(config, tiny_tokenizer())
+    config.corpus.turn_by_turn = False
     with pytest.raises(ValueError, match=r"target\.chat=false.*corpus\.prompts"):
         check_prompts(config, tiny_tokenizer())
 

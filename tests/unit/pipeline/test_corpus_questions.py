@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,10 +36,27 @@ def test_user_turn_is_cut_out_of_any_template() -> None:
         user_turn(with_template("{{ raise_exception('no') }}"), model, None)
 
 
+def test_a_template_that_drops_system_prompts_is_not_asked_under_them() -> None:
+    """Each topic would be the label of a question that never saw it."""
+    drops = with_template(LLAMA2_LIKE)
+    with pytest.raises(ValueError, match=r"corpus.system_prompts: .* leaves system prompts out"):
+        user_turn(drops, tiny_model(), "You teach history")
+    trims = with_template("{% for m in messages %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endfor %}")
+    assert user_turn(trims, tiny_model(), " You teach\nhistory ").prefix == "<|im_start|>You teach\nhistory<|im_end|><|im_start|>"
+
+
 def test_a_turn_may_end_with_another_token_than_the_text() -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}"
     assert user_turn(with_template(template), tiny_model(), None).stop_token_ids == {0, 2}
     assert stop_ids(tiny_model(), tiny_tokenizer()) == {2}
+
+
+@pytest.mark.parametrize(("named", "kept"), [([2, 320, 5], {2, 5}), (-1, set()), (7, {7})])
+def test_ids_that_the_target_cannot_put_out_end_nothing(named: object, kept: set[int]) -> None:
+    """Configs that name ids of a larger tokenizer, or -1 for none: an engine refuses a request that stops at them."""
+    settings = SimpleNamespace(eos_token_id=named)
+    target = SimpleNamespace(config=tiny_model().config, generation_config=settings)
+    assert stop_ids(target, tiny_tokenizer()) == kept
 
 
 def make_maker(corpus: CorpusConfig) -> QuestionMaker:

@@ -213,8 +213,10 @@ def test_corpora_of_the_first_version_can_be_read(tmp_path: Path) -> None:
     assert read_corpus(folder).to_list() == before
 
 
-def test_failed_rows_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that came to nothing is accounted for in every later run on the same folder."""
+def test_failed_rows_are_kept_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row that came to nothing is accounted for in every later run on the same folder, and told (speculators 743)."""
     generate = NativeCorpusBackend.generate
 
     def failing(self: NativeCorpusBackend, rows: Iterator[Row], options: Options) -> Iterator[FinishedRow]:
@@ -225,6 +227,7 @@ def test_failed_rows_are_kept_and_not_tried_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(NativeCorpusBackend, "generate", failing)
     _, figures = run(tmp_path)
     assert figures["num_failed"] == 5 and figures["num_written"] == 19
+    assert "rows failed: {'non_finite_logits': 5}; corpus.json names" in caplog.text
     monkeypatch.undo()
     assert run(tmp_path)[1]["num_failed"] == 5
 

@@ -54,11 +54,23 @@ def test_good_input_passes(tmp_path: Path, target: Path) -> None:
         ),
         ({"bench__max_new_tokens": 97}, r"bench\.max_new_tokens=97 is more than the 128"),
         ({"preflight__min_free_disk_gib": 1e9}, r"GiB are free, preflight\.min_free_disk_gib=1e\+09"),
+        ({"train__liger": True}, r"train\.liger=true does not go with loss\.teacher=cached"),
     ],
 )
 def test_each_mistake_is_named(tmp_path: Path, target: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_inputs(config_for(tmp_path, target, **changes))
+
+
+def test_kernels_that_are_not_here_are_said_before_the_corpus(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.liger.find_spec", lambda name: None)
+    config = config_for(tmp_path, target, train__liger=True, loss__teacher="online")
+    with pytest.raises(ValueError, match=r"train\.liger=true needs the package liger-kernel"):
+        check_inputs(config)
+    config.stages = ["bench"]
+    check_inputs(config)
 
 
 @pytest.mark.parametrize(

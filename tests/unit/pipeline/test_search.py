@@ -176,9 +176,10 @@ def test_candidates_that_fail_drop_out_and_the_winner_can_be_trained_in_full(wor
         Search("trial", plan_of(), [*words, "train.seed=9", "preflight.context_tokens=33"], runs).search()
 
 
-def test_a_temperature_that_was_not_measured_is_refused(words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"temperature 0.7 with sampler probabilistic was not measured"):
-        Search("trial", plan_of(temperature=0.7), words, FakeRuns()).search()
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"sampler": "argmax"}])
+def test_what_will_not_be_measured_is_refused_before_anything_runs(words: list[str], change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"search: acceptance at temperature .* is not measured; set eval.temperatures"):
+        Search("trial", plan_of(**change), words, FakeRuns())
 
 
 def test_a_candidate_that_cannot_work_is_found_first(words: list[str]) -> None:

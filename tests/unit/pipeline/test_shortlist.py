@@ -1,5 +1,6 @@
 """draft.vocab_shortlist=auto: what it predicts, what it picks, and that a killed stage keeps to it."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,16 @@ from pipeline.schema import Config
 from pipeline.shortlist import (
     best_outlook,
     choice_table,
+    shortlist,
     size_outlooks,
     sizes_to_try,
+    special_ids,
     times_of_chosen_head,
     with_chosen_shortlist,
 )
 from pipeline.stage_distill import run_distill
 from pipeline.summary import summary_tags
+from tests.unit.pipeline.corpus_samples import tiny_tokenizer
 from tests.unit.pipeline.distill_samples import context_of, tiny_corpus
 
 torch.set_num_threads(1)
@@ -125,6 +129,23 @@ def test_coverage_is_counted_on_the_held_out_rows_with_the_ids_of_the_training_r
     console.print(choice_table(choice))
     text = console.export_text()
     assert all(word in text for word in ("coverage", "draft ms", "320", "1.300"))
+
+
+def test_every_shortlist_has_what_ends_a_text_and_nothing_that_the_head_lacks(
+    corpus: tuple[Config, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes add a pad token behind the vocabulary, and some targets end their turns with a token that is not marked special."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id == NUM_IDS
+    monkeypatch.setattr(module, "load_tokenizer", lambda path, trust_remote_code: tokenizer)
+    monkeypatch.setattr(module, "stop_ids", lambda target, tokenizer: frozenset({2, 319}))
+    context = context_of(corpus, tmp_path / "work")
+    monkeypatch.setattr(context.config.draft, "vocab_shortlist", 8)
+    assert special_ids(context) == [0, 1, 2, 319]
+    ids = shortlist(context, corpus_parts(context).train)
+    assert ids is not None and len(ids) == 8
+    assert set(special_ids(context)) <= set(ids) and max(ids) < NUM_IDS
 
 
 def test_a_number_is_left_alone(corpus: tuple[Config, Path], tmp_path: Path) -> None:

@@ -149,3 +149,19 @@ def test_a_draft_that_was_damaged_since_is_named_with_the_way_out(context: Stage
     (distill / "train.json").write_text("{")
     with pytest.raises(ValueError, match=r"train\.json is damaged: run the stage distill again"):
         load_drafts(damaged)
+
+
+def test_answers_of_one_token_are_measured(tmp_path: Path) -> None:
+    """A target that answers in one token leaves nothing to propose, and this showed after the training only."""
+    config = tiny_config(tmp_path / "artifacts", num_prompts=20, max_new_tokens=1)
+    config.corpus.held_out_fraction = 0.5
+    config.eval = EvalConfig(num_bootstrap=20, max_gamma=2, num_decoded_prompts=2, decoded_tokens=1, num_viewer_prompts=1)
+    run_eval(StageContext(config, tmp_path, finish_stages(config), Tracker(), resolve_target(config)))
+    result = json.loads((tmp_path / "acceptance.json").read_text())
+    assert all(0 <= row["value"] <= 1 for row in result["acceptance_rate"])
+    assert all(tau["value"] == 1 for row in result["rounds"] for tau in row["tau"].values())
+    assert len(result["decoded"]) == 4
+    for row in result["decoded"]:
+        assert row["judged_acceptance"] is row["from_text"]["judged_acceptance"] is None
+        assert row["block_efficiency"]["value"] == row["from_text"]["block_efficiency"]["value"] == 1
+        assert "agrees" not in row

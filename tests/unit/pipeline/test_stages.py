@@ -30,6 +30,7 @@ def changed(first: dict[str, str], second: dict[str, str]) -> set[str]:
         ("corpus.held_out_fraction=0.3", {"distill", "eval", "bench", "export"}),
         ("loss=tv", {"distill", "eval", "bench", "export"}),
         ("train.learning_rate=0.1", {"distill", "eval", "bench", "export"}),
+        ("train.eval_sampler=greedy", {"distill", "eval", "bench", "export"}),
         ("eval.num_bootstrap=7", {"eval", "export"}),
         ("runtime.gamma=auto", {"bench", "export"}),
         ("runtime.max_batch_size=3", {"preflight", "bench", "export"}),
