@@ -24,12 +24,13 @@ class Resampling:
 
 
 def rate_row(table: AcceptanceTable, resampling: Resampling) -> Entry:
-    """One `acceptance_rate` with its 95% interval over prompts."""
+    """One `acceptance_rate` with its 95% interval over prompts. `num_skipped_rows`: too long for the context of the target or a draft."""
     return {
         **table.key,
         **table.rate(**resampling.options).as_dict(),
         "num_positions": int(table.counts.sum()),
-        "num_prompts": len(table.prompt_ids),
+        "num_prompts": len(set(table.prompt_ids)),
+        "num_skipped_rows": table.num_skipped_rows,
         "rows_matched": table.rows_matched,
     }
 
@@ -79,31 +80,35 @@ def rounds_row(table: AcceptanceTable, max_gamma: int, resampling: Resampling) -
 def decoded_row(decoded: DecodedAcceptance, tables: Iterable[AcceptanceTable], resampling: Resampling) -> Entry:
     """What real decoding showed, beside what the text says of the same draft, temperature, sampler and gamma.
 
-    `agrees`: the intervals of accepted / judged proposals overlap.
+    `agrees`: the intervals of accepted / judged proposals overlap. What no proposal was judged for is None: answers of one token,
+    or of two where the limit leaves no room for a proposal.
     """
     options = resampling.options
-    judged = decoded.judged_acceptance(**options)
+    num_judged = sum(decoded.stats.judged_per_position)
+    judged = decoded.judged_acceptance(**options) if num_judged else None
     row: Entry = {
         "draft": decoded.draft,
         "temperature": decoded.temperature,
         "sampler": decoded.sampler,
         "gamma": decoded.gamma,
-        "judged_acceptance": judged.as_dict(),
+        "judged_acceptance": None if judged is None else judged.as_dict(),
         "conditional_acceptance": [interval.as_dict() for interval in decoded.conditional(**options)],
         "block_efficiency": decoded.block_efficiency(**options).as_dict(),
         "num_prompts": len(decoded.outputs),
-        "num_judged": sum(decoded.stats.judged_per_position),
+        "num_judged": num_judged,
     }
     key = {"draft": decoded.draft, "temperature": decoded.temperature, "sampler": decoded.sampler, "warper": "none"}
     for table in tables:
         if table.key == key and table.prompt_ids:
             expected = expected_rounds(table, decoded.gamma)
-            from_text = expected.judged_acceptance(**options)
+            from_text = expected.judged_acceptance(**options) if expected.judged.sum() > 0 else None
             row["from_text"] = {
                 "acceptance_rate": table.rate(**options).as_dict(),
-                "judged_acceptance": from_text.as_dict(),
+                "judged_acceptance": None if from_text is None else from_text.as_dict(),
                 "conditional_acceptance": expected.conditional,
                 "block_efficiency": expected.block_efficiency(**options).as_dict(),
             }
-            row["agrees"] = from_text.low <= judged.high and judged.low <= from_text.high
+            row["agrees"] = None
+            if judged is not None and from_text is not None:
+                row["agrees"] = from_text.low <= judged.high and judged.low <= from_text.high
     return row
