@@ -98,7 +98,7 @@ viewer: $(STAMP) ## Write the page that shows who wrote each token of some answe
 	@echo "token viewer: artifacts/latest/eval/viewer.html"
 
 spec-bench: $(STAMP) ## Measure Spec-Bench's prompts by category: make spec-bench PROMPTS=question.jsonl
-	@$(BIN)/python -m pipeline.spec_bench +experiment=$(EXPERIMENT) 'bench.prompts="$(PROMPTS)"' $(ARGS)
+	@$(BIN)/python -m pipeline.spec_bench +experiment=$(EXPERIMENT) $(if $(PROMPTS),'bench.prompts="$(PROMPTS)"') $(ARGS)
 
 check-lossless: $(STAMP) ## Compare greedy outputs with plain decoding's and generate's, by gamma, tree and batch size
 	@$(BIN)/python -m pipeline.check_lossless +experiment=$(EXPERIMENT) $(ARGS)

@@ -8,10 +8,12 @@ from matplotlib.figure import Figure
 from eval.plots import figure_with_axes, interval_errors, line_color
 
 Entries = Sequence[Mapping[str, Any]]
+MAX_DOMAINS = 40
 
 
 def domain_figure(breakdowns: Entries, *, title: str = "") -> Figure:
-    """Horizontal bars of `acceptance_rate` by domain with intervals, drafts side by side, the best domain on top.
+    """Horizontal bars of `acceptance_rate` by domain with intervals, drafts side by side, the best domain on top; of very many
+    domains the ends.
 
     Args:
         breakdowns: one per draft, of one temperature and sampler, with `draft` and `by_domain`.
@@ -23,6 +25,10 @@ def domain_figure(breakdowns: Entries, *, title: str = "") -> Figure:
         raise ValueError("domain_figure: no drafts to draw")
     last = breakdowns[-1]["by_domain"]
     domains = sorted({d for entry in breakdowns for d in entry["by_domain"]}, key=lambda d: last.get(d, {}).get("value", 0))
+    title = title or "Acceptance by domain (95% interval)"
+    if len(domains) > MAX_DOMAINS:
+        title += f"\nthe {MAX_DOMAINS // 2} lowest and the {MAX_DOMAINS // 2} highest of {len(domains)}"
+        domains = [*domains[: MAX_DOMAINS // 2], *domains[-(MAX_DOMAINS // 2) :]]
     figure, axes = figure_with_axes(width=6.4, height=1.4 + 0.28 * len(domains) * len(breakdowns))
     height = 0.8 / len(breakdowns)
     for index, entry in enumerate(breakdowns):
@@ -34,12 +40,12 @@ def domain_figure(breakdowns: Entries, *, title: str = "") -> Figure:
             color=line_color(str(entry["draft"]), index), label=str(entry["draft"]),
         )  # fmt: skip
         axes.bar_label(bars, [f"{v['value']:.2f}" for v in values], padding=4, fontsize=8)
-    axes.set_yticks(range(len(domains)), [name[:32] for name in domains])
+    axes.set_yticks(range(len(domains)), [name[:32] for name in domains], parse_math=False)  # names are the user's
     axes.set_xlim(0, 1.05)
     axes.set_xlabel("acceptance rate")
     axes.grid(axis="x", alpha=0.3)
     axes.grid(visible=False, axis="y")
-    axes.set_title(title or "Acceptance by domain (95% interval)", fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return figure
 

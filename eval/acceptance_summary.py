@@ -24,12 +24,13 @@ class Resampling:
 
 
 def rate_row(table: AcceptanceTable, resampling: Resampling) -> Entry:
-    """One `acceptance_rate` with its 95% interval over prompts."""
+    """One `acceptance_rate` with its 95% interval over prompts. `num_skipped_rows`: too long for the context of the target or a draft."""
     return {
         **table.key,
         **table.rate(**resampling.options).as_dict(),
         "num_positions": int(table.counts.sum()),
-        "num_prompts": len(table.prompt_ids),
+        "num_prompts": len(set(table.prompt_ids)),
+        "num_skipped_rows": table.num_skipped_rows,
         "rows_matched": table.rows_matched,
     }
 
@@ -79,8 +80,8 @@ def rounds_row(table: AcceptanceTable, max_gamma: int, resampling: Resampling) -
 def decoded_row(decoded: DecodedAcceptance, tables: Iterable[AcceptanceTable], resampling: Resampling) -> Entry:
     """What real decoding showed, beside what the text says of the same draft, temperature, sampler and gamma.
 
-    `agrees`: the intervals of accepted / judged proposals overlap; not there where answers of one token, which leave nothing to
-    propose, are all there is on a side, whose `judged_acceptance` is None then.
+    `agrees`: the intervals of accepted / judged proposals overlap. What no proposal was judged for is None: answers of one token,
+    or of two where the limit leaves no room for a proposal.
     """
     options = resampling.options
     num_judged = sum(decoded.stats.judged_per_position)
@@ -100,13 +101,14 @@ def decoded_row(decoded: DecodedAcceptance, tables: Iterable[AcceptanceTable], r
     for table in tables:
         if table.key == key and table.prompt_ids:
             expected = expected_rounds(table, decoded.gamma)
-            from_text = expected.judged_acceptance(**options) if expected.judged.any() else None
+            from_text = expected.judged_acceptance(**options) if expected.judged.sum() > 0 else None
             row["from_text"] = {
                 "acceptance_rate": table.rate(**options).as_dict(),
                 "judged_acceptance": None if from_text is None else from_text.as_dict(),
                 "conditional_acceptance": expected.conditional,
                 "block_efficiency": expected.block_efficiency(**options).as_dict(),
             }
+            row["agrees"] = None
             if judged is not None and from_text is not None:
                 row["agrees"] = from_text.low <= judged.high and judged.low <= from_text.high
     return row

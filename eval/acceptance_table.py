@@ -1,6 +1,6 @@
 """Per-prompt, per-position acceptance values, and the figures that are derived from them.
 
-Shapes: P prompts.
+Shapes: P answers; a prompt may have several (`corpus.samples_per_prompt`), and whole prompts are resampled for intervals.
 """
 
 import itertools
@@ -51,17 +51,19 @@ class AcceptanceTable:
 
     @property
     def sums(self) -> NDArray[np.float64]:
-        """Accepted mass per prompt, [P]."""
+        """Accepted mass per answer, [P]."""
         return np.array([v.sum(dtype=np.float64) for v in self.values])
 
     @property
     def counts(self) -> NDArray[np.float64]:
-        """Measured positions per prompt, [P]."""
+        """Measured positions per answer, [P]."""
         return np.array([len(v) for v in self.values], dtype=np.float64)
 
     def rate(self, *, num_bootstrap: int = 1000, seed: int = 0) -> Interval:
         """`acceptance_rate` with its 95% interval over prompts."""
-        return bootstrap_ratio(self.sums, self.counts, num_bootstrap=num_bootstrap, seed=seed)
+        return bootstrap_ratio(
+            self.sums, self.counts, num_bootstrap=num_bootstrap, seed=seed, prompt_ids=self.prompt_ids
+        )
 
     def restricted(self, prompt_ids: Container[str], num_tokens: int) -> "AcceptanceTable":
         """The first `num_tokens` positions of these prompts' responses, as if a limit had cut them there."""
@@ -92,12 +94,15 @@ class AcceptanceTable:
 
     def by_domain(self, *, num_bootstrap: int = 1000, seed: int = 0) -> dict[str, Interval]:
         """`acceptance_rate` within each domain (or source, where no domains are known), in alphabetical order."""
-        sums, counts, names_P = self.sums, self.counts, np.array(self.domains or self.sources)
+        sums, counts = self.sums, self.counts
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.domains or self.sources):
+            places.setdefault(name, []).append(place)
         return {
-            str(name): bootstrap_ratio(
-                sums[names_P == name], counts[names_P == name], num_bootstrap=num_bootstrap, seed=seed
+            name: bootstrap_ratio(
+                sums[at], counts[at], num_bootstrap=num_bootstrap, seed=seed, prompt_ids=[self.prompt_ids[i] for i in at]
             )
-            for name in np.unique(names_P)
+            for name, at in sorted(places.items())
         }
 
     def by_position(self, edges: Sequence[int] = (0, 1, 8, 32, 128)) -> list[Range]:
@@ -141,4 +146,6 @@ def paired_difference(
     """acceptance_rate(a) - acceptance_rate(b) over the same prompts, resampled together."""
     if a.prompt_ids != b.prompt_ids:
         raise ValueError(f"{a.draft} and {b.draft} were measured on different prompts: no paired difference")
-    return bootstrap_difference(a.sums, a.counts, b.sums, b.counts, num_bootstrap=num_bootstrap, seed=seed)
+    return bootstrap_difference(
+        a.sums, a.counts, b.sums, b.counts, num_bootstrap=num_bootstrap, seed=seed, prompt_ids=a.prompt_ids
+    )

@@ -36,6 +36,7 @@ def bootstrap(
     num_bootstrap: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
+    prompt_ids: Sequence[str] | None = None,
 ) -> Interval:
     """Interval of `statistic(sum of column 1, sum of column 2, ...)` over resampled prompts.
 
@@ -43,12 +44,15 @@ def bootstrap(
         columns: per-prompt numbers, each of shape [P]; prompt i is row i of every column, which pairs them.
         statistic: vectorised function from the columns' sums, each of shape [R], to the figure, shape [R].
         num_bootstrap: R. confidence: mass inside the interval. seed: same seed and P, same resamples.
+        prompt_ids: of each number, where a prompt may have several (answers of one prompt are alike, and resampled together).
 
     Raises:
         ValueError: no prompts, columns of different lengths, or a figure that is undefined
             on the whole sample.
     """
     table_CP = _as_table(columns)
+    if prompt_ids is not None:
+        table_CP = _by_prompt(table_CP, prompt_ids)
     if num_bootstrap < 1 or not 0 < confidence < 1:
         raise ValueError(
             f"num_bootstrap={num_bootstrap}, confidence={confidence}: need >= 1 and a value in (0, 1)"
@@ -86,6 +90,7 @@ def bootstrap_ratio(
     num_bootstrap: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
+    prompt_ids: Sequence[str] | None = None,
 ) -> Interval:
     """Ratio of sums, for example accepted mass over tokens (acceptance) or tokens over seconds (speed)."""
     return bootstrap(
@@ -94,6 +99,7 @@ def bootstrap_ratio(
         num_bootstrap=num_bootstrap,
         confidence=confidence,
         seed=seed,
+        prompt_ids=prompt_ids,
     )
 
 
@@ -106,6 +112,7 @@ def bootstrap_difference(
     num_bootstrap: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
+    prompt_ids: Sequence[str] | None = None,
 ) -> Interval:
     """Paired difference of two ratios of sums, a - b, on the same prompts."""
     return bootstrap(
@@ -114,6 +121,7 @@ def bootstrap_difference(
         num_bootstrap=num_bootstrap,
         confidence=confidence,
         seed=seed,
+        prompt_ids=prompt_ids,
     )
 
 
@@ -148,3 +156,10 @@ def _as_table(columns: Sequence[ArrayLike]) -> Array:
             f"bootstrap: columns of different lengths {lengths}; each needs one number per prompt"
         )
     return np.stack(arrays)
+
+
+def _by_prompt(table_CN: Array, prompt_ids: Sequence[str]) -> Array:
+    """Columns [C, P]: the numbers of each prompt added up, prompts in the order in which they first come."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(prompt_ids))}
+    places_N = np.array([places[name] for name in prompt_ids])
+    return np.stack([np.bincount(places_N, weights=column_N, minlength=len(places)) for column_N in table_CN])

@@ -51,11 +51,16 @@ class Confirmation:
         return "; ".join(f"{word} at gamma {', '.join(map(str, gammas))}" for word, gammas in parts if gammas)
 
 
+def shows_gain(low: float, high: float) -> bool:
+    """Whether the whole interval of a speedup is above 1. One prompt, or one batch, gives an interval of no width: it shows nothing."""
+    return 1 < low < high
+
+
 def confirm(verdict: DraftVerdict, measured: Mapping[int, Interval]) -> Confirmation:
-    """Hold a verdict against measured speedups, by gamma, over plain decoding."""
+    """Hold a verdict against measured speedups, by gamma, over plain decoding; one prompt's, without a width, leave it open."""
     result = Confirmation([], [], [])
     for gamma, speedup in sorted(measured.items()):
-        if speedup.low <= 1 <= speedup.high:
+        if speedup.low <= 1 <= speedup.high or speedup.low == speedup.high:
             result.open.append(gamma)
         elif (speedup.value > 1) == (gamma in verdict.paying_gammas):
             result.confirmed.append(gamma)

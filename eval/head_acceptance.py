@@ -62,7 +62,9 @@ class HeadTable:
             "head": self.head,
             "temperature": self.temperature,
             **{
-                name: bootstrap_ratio(list(self.sums[name].values()), counts, **resampling.options).as_dict()
+                name: bootstrap_ratio(
+                    list(self.sums[name].values()), counts, num_bootstrap=resampling.num_bootstrap, seed=resampling.seed
+                ).as_dict()
                 for name in MEASURES
             },
             "num_positions": sum(counts),

@@ -46,13 +46,14 @@ def prediction_rows(
         native plain decoding.
     """
     entries = {(r["draft"], r["temperature"]): r for r in rounds if r["sampler"] == sampler and r["warper"] == "none"}
-    plain = {r["temperature"]: r for r in bench if r["draft"] == "none" and r["backend"] == "native" and r["batch"] == 1}
+    # Where every answer was one token long there was no round, and nothing was predicted for it.
+    bench = [r for r in bench if r["backend"] == "native" and r["batch"] == 1 and r.get("verify_ms_per_round") != 0]
+    plain = {r["temperature"]: r for r in bench if r["draft"] == "none"}
     result = []
     for row in bench:
         entry = entries.get((row["draft"], row["temperature"]))
         is_chain = row.get("gamma_policy") != "auto" and row.get("tree") is None
-        is_comparable = row["backend"] == "native" and row["batch"] == 1 and is_chain
-        if entry is None or not is_comparable or not 1 <= row["gamma"] <= times.max_gamma:
+        if entry is None or not is_chain or not 1 <= row["gamma"] <= times.max_gamma:
             continue
         cumulative = entry["cumulative_acceptance"].get(str(row["gamma"]))
         if cumulative is not None:

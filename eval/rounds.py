@@ -10,7 +10,7 @@ Shapes: P prompts, T longest response, G = gamma.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ class ExpectedRounds:
 
     num_tokens and num_rounds [P]; judged and accepted [P, G]: rounds in which the (i+1)-th proposal was judged (all
     before it stood), and in which it stood. The first token comes from the prefill, which is one more forward.
+    `prompt_ids` [P]: which of them are answers to one prompt, None where each has its own.
     """
 
     gamma: int
@@ -34,15 +35,18 @@ class ExpectedRounds:
     num_rounds: Array
     judged: Array
     accepted: Array
+    prompt_ids: Sequence[str] | None = None
 
     def block_efficiency(self, *, num_bootstrap: int = 1000, seed: int = 0) -> Interval:
         """tau: committed tokens over target forwards, the prefill among them."""
-        return bootstrap_ratio(self.num_tokens, 1 + self.num_rounds, num_bootstrap=num_bootstrap, seed=seed)
+        return bootstrap_ratio(
+            self.num_tokens, 1 + self.num_rounds, num_bootstrap=num_bootstrap, seed=seed, prompt_ids=self.prompt_ids
+        )
 
     def judged_acceptance(self, *, num_bootstrap: int = 1000, seed: int = 0) -> Interval:
         """Accepted over judged proposals, what real decoding shows of the acceptance rate."""
         return bootstrap_ratio(
-            self.accepted.sum(axis=1), self.judged.sum(axis=1), num_bootstrap=num_bootstrap, seed=seed
+            self.accepted.sum(axis=1), self.judged.sum(axis=1), num_bootstrap=num_bootstrap, seed=seed, prompt_ids=self.prompt_ids
         )
 
     @property
@@ -63,7 +67,7 @@ def expected_rounds(table: AcceptanceTable, gamma: int) -> ExpectedRounds:
     follows_p = table.given_token and table.rows_matched and table.warper == "none"
     values = table.given_token if follows_p else table.values
     was_cut = table.was_cut or [True] * len(values)
-    return rounds_of(values, gamma, was_cut=was_cut)
+    return replace(rounds_of(values, gamma, was_cut=was_cut), prompt_ids=table.prompt_ids)
 
 
 def rounds_of(

@@ -25,6 +25,11 @@ LEGEND = {
     BONUS: "the target's bonus after a round without rejection",
     PREFILL: "first token, from the prompt",
 }
+#: What HTML cannot hold as it is, or a reader cannot see: shown by its picture where texts are explained.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32)} | {127: "\u2421", 10: "↵", 9: "⇥", 32: "·"}
+#: Controls that turn the direction of all text behind them, another token's too.
+_TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_SHOWN = _PICTURES | {ord(character): f"U+{ord(character):04X}" for character in _TURNING}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -101,9 +106,15 @@ def _bar(counts: dict[str, int]) -> str:
 
 
 def _token(token: TracedToken, trace: TokenTrace) -> str:
-    classes = f"tok {token.writer}{' nl' if chr(10) in token.token.text else ''}"
+    text = token.token.text
+    classes = f"tok {token.writer}{' nl' if chr(10) in text else ''}{' alone' if set(text) & set(_TURNING) else ''}"
     tip = _tip(token, trace)
-    return f'<span class="{classes}" data-id="{token.token.token_id}" data-tip="{escape(tip)}">{escape(token.token.text)}</span>'
+    return f'<span class="{classes}" data-id="{token.token.token_id}" data-tip="{escape(tip)}">{_escaped(text)}</span>'
+
+
+def _escaped(text: str) -> str:
+    """As text of the page: a browser makes a line feed of a carriage return, and drops a NUL."""
+    return escape(text).replace("\r", "&#13;").replace("\0", _PICTURES[0])
 
 
 def _tip(token: TracedToken, trace: TokenTrace) -> str:
@@ -135,8 +146,8 @@ def _chip(token: Probability, kind: str) -> str:
 
 
 def _shown(token: Probability) -> str:
-    """The token's text with its blanks made visible, or its id where it has no text of its own."""
-    text = token.text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+    """The token's text with its blanks and controls made visible, or its id where it has no text of its own."""
+    text = token.text.translate(_SHOWN)
     return text or f"#{token.token_id}"
 
 

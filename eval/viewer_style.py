@@ -39,6 +39,7 @@ small{color:var(--soft);font-weight:400;font-size:12.5px}
 .bonus{background:var(--bonus);text-decoration:underline;text-underline-offset:4px}
 .prefill{background:var(--prefill)}
 .rejected{background:var(--rejected);outline:1px dashed var(--soft);outline-offset:-1px;opacity:.85}
+.alone{unicode-bidi:isolate}
 .nl::before{content:"\\21b5";color:var(--soft);opacity:.7}
 [data-tip]:hover::after{content:attr(data-tip);position:absolute;z-index:9;left:0;top:100%;margin-top:4px;white-space:pre;
 background:var(--tip);color:var(--tipink);font:12px/1.5 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;

@@ -5,8 +5,10 @@ which the first is asked, or one of the columns that `corpus.prompts` reads. `ca
 used where they are.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -16,9 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.teacher_forcing import context_length
 from pipeline.corpus.prompts import SkippedRow, row_ids
-from pipeline.corpus.sources import COLUMNS, BadRow, read_rows
+from pipeline.corpus.sources import COLUMNS, BadRow, question_of, read_rows
 
 FIELD = "bench.prompts"
+PROMPT_COLUMNS = ("turns", *COLUMNS)
+MAX_LOOKED_AT = 64
 MAX_NAMED = 20
 #: For models whose config sets no limit.
 UNLIMITED_TOKENS = 2**31
@@ -81,16 +85,25 @@ def held_out_prompts(rows: Iterable[dict[str, Any]], *, num_prompts: int, max_to
 
 
 def check_prompt_file(path: str, *, field: str = FIELD) -> None:
-    """Find what is wrong with a prompts file without reading more than its first good row.
+    """Find what is wrong with a prompts file without reading more than its first good row: one odd row must not hide the others.
 
     Raises:
         ValueError: no such file, an unknown kind of file, no row that can be read, or no column with prompts.
     """
+    names: dict[str, None] = {}
+    num_looked_at = 0
     for row in _read(path, field):
-        if not isinstance(row, BadRow):
-            _text_of(row, path, field)
+        if isinstance(row, BadRow):
+            continue
+        if any(name in row for name in PROMPT_COLUMNS):
             return
-    raise ValueError(f"{field}={path!r} has no rows that can be read: give a file with at least one")
+        names |= dict.fromkeys(map(str, row))
+        num_looked_at += 1
+        if num_looked_at == MAX_LOOKED_AT:
+            break
+    if not num_looked_at:
+        raise ValueError(f"{field}={path!r} has no rows that can be read: give a file with at least one")
+    raise ValueError(f"{field}={path!r} has none of the columns {list(PROMPT_COLUMNS)}; it has {list(names)}")
 
 
 def file_prompts(
@@ -115,16 +128,17 @@ def file_prompts(
     chosen = PromptSet(Path(path).name)
     by_category: dict[str, list[tuple[str, list[int]]]] = {}
     for number, row in enumerate(_read(path, field)):
-        name = str(row.get("question_id", f"row {number}"))
+        name = _printable(row.get("question_id", f"row {number}"))
         try:
-            ids = row_ids(row if isinstance(row, BadRow) else _text_of(row, path, field), tokenizer, chat=chat)
+            ids = row_ids(row if isinstance(row, BadRow) else _asked(row), tokenizer, chat=chat)
         except SkippedRow as skipped:
             chosen.skip(str(skipped), name)
             continue
         if len(ids) > max_tokens:
             chosen.skip("prompt_too_long", name)
         else:
-            by_category.setdefault(str(row.get("category") or row.get("domain") or ""), []).append((name, ids))
+            category = _printable(row.get("category") or row.get("domain") or "")
+            by_category.setdefault(category, []).append((name, ids))
     in_turn = chain.from_iterable(
         zip_longest(*([(c, *row) for row in rows] for c, rows in by_category.items()))
     )
@@ -133,7 +147,7 @@ def file_prompts(
     chosen.names = [name for _, name, _ in taken]
     chosen.category_of = [category for category, _, _ in taken]
     chosen.categories = dict(Counter(category for category in chosen.category_of if category))
-    return _require_some(chosen, max_tokens)
+    return _require_some(chosen, max_tokens, group=field.partition(".")[0])
 
 
 def _read(path: str, field: str) -> Iterator[dict[str, Any]]:
@@ -142,22 +156,35 @@ def _read(path: str, field: str) -> Iterator[dict[str, Any]]:
     return read_rows(path, "train", field=field)
 
 
-def _text_of(row: dict[str, Any], path: str, field: str) -> Any:
-    """The row's prompt: a text or a list of messages."""
-    if "turns" in row:
-        turns = row["turns"]
-        return turns[0] if isinstance(turns, list) and turns else None
-    for column in COLUMNS:
-        if column in row:
-            return row[column]
-    raise ValueError(f"{field}={path!r} has none of the columns {['turns', *COLUMNS]}; it has {list(row)}")
+def _asked(row: dict[str, Any]) -> Any:
+    """The row's prompt, a text or a list of messages: of several turns the first, and None where there is none.
+
+    Turns also stand in `prompt` (MT-bench on the Hugging Face hub), as JSON text (CSV), and as `{"content": ...}` (Arena-Hard).
+    """
+    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        return None
+    value = question_of(row, column)
+    if column == "turns" and isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    has_turns = column == "turns" or (bool(value) and isinstance(value, list) and all(isinstance(turn, str) for turn in value))
+    if not has_turns or not isinstance(value, list):
+        return value
+    first = value[0] if value else None
+    return first.get("content") if isinstance(first, dict) else first
 
 
-def _require_some(chosen: PromptSet, max_tokens: int) -> PromptSet:
+def _printable(value: Any) -> str:
+    """A name or category: what is no text in the file's encoding cannot be written to a page or a result."""
+    return str(value).encode(errors="replace").decode()
+
+
+def _require_some(chosen: PromptSet, max_tokens: int, *, group: str = "bench") -> PromptSet:
     if not chosen.prompts:
         reasons = {reason: len(names) for reason, names in chosen.skipped.items()}
         raise ValueError(
-            f"bench: none of the {chosen.name} can be used ({reasons}); a prompt may have {max_tokens} tokens beside "
-            "the answer: lower bench.max_new_tokens or choose other prompts"
+            f"{group}: none of the {chosen.name} can be used ({reasons}); a prompt may have {max_tokens} tokens beside "
+            f"the answer: lower {group}.max_new_tokens or choose other prompts"
         )
     return chosen

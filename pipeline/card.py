@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from eval.draft_verdict import shows_gain
 from pipeline.report import (
     BenchRow,
     Report,
@@ -99,19 +100,18 @@ def _verdict(report: Report) -> str:
         return "**Not benchmarked**: no speedup was measured, so none is claimed."
     where = f"gamma {best['gamma']}, temperature {best['temperature']:g}, batch {best['batch']}, {best['backend']} backend"
     speed = f"{best['walltime_speedup']:.2f}x plain decoding, 95% interval [{best['low']:.2f}, {best['high']:.2f}], at {where}"
-    if best["low"] > 1:
+    if shows_gain(best["low"], best["high"]):
         return f"**It pays on the machine below**: {speed}."
     elsewhere = _paying_elsewhere(report, best)
     if best["walltime_speedup"] > 1:
-        return (
-            f"**No gain is shown on the machine below**: {speed}; the interval reaches 1 or less. {elsewhere}"
-        )
+        why = "the interval reaches 1 or less" if best["low"] <= 1 else "one prompt or batch alone gives no interval"
+        return f"**No gain is shown on the machine below**: {speed}; {why}. {elsewhere}"
     return f"**It does not pay on the machine below**: the best that was measured is {speed}. {elsewhere}"
 
 
 def _paying_elsewhere(report: Report, best: BenchRow) -> str:
     """Other measured settings whose interval is above 1, or what would be needed at the best gamma (Soup 843)."""
-    paying = [row for row in report["bench"] if row["draft"] == "distilled" and row["low"] > 1]
+    paying = [row for row in report["bench"] if row["draft"] == "distilled" and shows_gain(row["low"], row["high"])]
     if paying:
         shown = ", ".join(
             f"gamma {row['gamma']} at temperature {row['temperature']:g}, batch {row['batch']} "
@@ -148,7 +148,8 @@ def _figures(report: Report, facts: CardFacts) -> str:
     lines += [
         "`acceptance_rate` is the mean over positions of the sum of min(p, q), for the sampler named (greedy: p at q's argmax).",
         "`walltime_speedup` is tokens per second over the strongest plain decoding of the same run. Intervals are bootstrapped",
-        "over prompts. Output: `same` as plain decoding's or not, compared where the temperature is 0.",
+        "over prompts. Output: `same` as plain decoding's or not, compared where the temperature is 0; two samples differ by chance,",
+        "and `exact rule` says that the accepted ones follow the target's distribution.",
     ]
     return "\n".join(lines)
 
@@ -164,7 +165,7 @@ def _bench_cells(row: BenchRow) -> tuple[str, ...]:
         f"{row['walltime_speedup']:.2f}",
         f"{row['low']:.2f} to {row['high']:.2f}",
         f"{row['block_efficiency']:.2f}",
-        lossless_word(row["lossless"]),
+        lossless_word(row),
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.tracking_read import RunRecord
@@ -59,10 +60,10 @@ def differing_params(runs: list[RunRecord]) -> list[str]:
 
 def compare_table(lines: list[Line], *, title: str) -> Table:
     """The table for a terminal."""
-    table = Table(title=title)
+    table = Table(title=escape(title))
     for heading in lines[0].cells:
         is_text = heading in ("run", "started", "draft", "loss")
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for line in lines:
-        table.add_row(*line.cells.values())
+        table.add_row(*map(escape, line.cells.values()))
     return table

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from eval.bench_conditions import NGRAM, NO_DRAFT, tree_name
+from eval.draft_verdict import shows_gain
 from pipeline.drafts import MEDUSA
 from pipeline.report import BenchRow, gamma_word, lossless_word
 
@@ -67,7 +68,7 @@ def drafter_table(rows: Iterable[BenchRow], minutes: Minutes) -> Table:
             f"{row['walltime_speedup']:.2f} \\[{row['low']:.2f}, {row['high']:.2f}]",
             f"{figures['draft_memory_mb']:.0f}",
             "-" if trained is None else f"{trained:.1f}",
-            lossless_word(row["lossless"]),
-            style="bold green" if row["low"] > 1 else None,
+            lossless_word(row),
+            style="bold green" if shows_gain(row["low"], row["high"]) else None,
         )
     return table

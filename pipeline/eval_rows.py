@@ -67,7 +67,7 @@ def answered_rows(config: Config, reference: ModelRef, target: PreTrainedModel) 
         field="eval.prompts",
     )
     rows: list[Row] = []
-    for temperature in settings.temperatures:
+    for temperature in dict.fromkeys(settings.temperatures):
         answers = answer(
             target, chosen.prompts, temperature=temperature, max_new_tokens=settings.max_new_tokens, seed=settings.seed
         )

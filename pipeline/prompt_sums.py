@@ -27,14 +27,18 @@ class PromptSums:
 
 
 def prompt_sums(table: AcceptanceTable) -> dict[str, Any]:
-    """One entry of `by_prompt` in `acceptance.json`."""
+    """One entry of `by_prompt` in `acceptance.json`; several answers to a prompt are added up."""
+    sums, counts = dict.fromkeys(table.prompt_ids, 0.0), dict.fromkeys(table.prompt_ids, 0)
+    for name, values_N in zip(table.prompt_ids, table.values, strict=True):
+        sums[name] += float(values_N.sum(dtype=np.float64))
+        counts[name] += len(values_N)
     return {
         "draft": table.draft,
         "temperature": table.temperature,
         "sampler": table.sampler,
-        "prompt_ids": table.prompt_ids,
-        "sums": table.sums.tolist(),
-        "counts": [int(count) for count in table.counts],
+        "prompt_ids": list(sums),
+        "sums": list(sums.values()),
+        "counts": list(counts.values()),
     }
 
 

@@ -4,13 +4,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.plots import speedup_figure
 from eval.random_bench import run_random_bench
 from pipeline.console import result_console
 from pipeline.models import default_device
 from pipeline.report import bench_table, describe_machine
 from pipeline.schema import Config
-from pipeline.stage_bench import bench_figures, bench_progress
+from pipeline.stage_bench import bench_figures, bench_progress, speedup_figures
 from pipeline.store import fingerprint_of, write_json
 from pipeline.tracking import open_tracker
 
@@ -49,9 +48,8 @@ def run_shapes(config: Config) -> Path:
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "bench.json", {"bench": result.rows, "settings": settings})
-        for temperature in bench.temperatures:
-            figure = speedup_figure(result.rows, temperature=temperature)
-            tracker.log_figure(figure, f"speedup_t{temperature:g}.png")
+        for name, figure in speedup_figures(result.rows).items():
+            tracker.log_figure(figure, name)
         figures = bench_figures(result.rows).items()
         tracker.log_metrics({name: value for name, value in figures if isinstance(value, float)})
     rows: list[Any] = result.rows

@@ -23,7 +23,7 @@ from pipeline.eval_rows import EvalRows, answered_rows, eval_rows, fitting
 from pipeline.finished import finished_context, finished_folders
 from pipeline.models import ModelRef, load_causal_lm, load_tokenizer, resolve_target
 from pipeline.rank_candidates import Candidate, candidates_of, require_words
-from pipeline.rank_measure import Outlook, Row, measure_speedups, outlooks
+from pipeline.rank_measure import Outlook, Row, measurable, measure_speedups, outlooks
 from pipeline.rank_table import rank_row, rank_table, sort_rows
 from pipeline.report import describe_machine
 from pipeline.schema import Config
@@ -90,6 +90,8 @@ def _measured(
     if drafts:
         target = load_causal_lm(reference.path, config.target.dtype, config.target.trust_remote_code)
         measured = rows_to_measure(config, reference, target, folder, tracker)
+        drafts = measurable(config, target, candidates, measured)
+    if drafts:
         num_ids = num_ids_of(reference, target, drafts)
         found = outlooks(config, target, drafts, measured, num_token_ids=num_ids)
         verdicts = {name: outlook.verdict for name, outlook in found.items()}

@@ -14,13 +14,17 @@ from eval.bench_measure import measure
 from eval.bench_rows import bench_row, strongest_baseline
 from eval.config import PLAIN_BACKENDS
 from eval.draft_verdict import DraftVerdict, judge_draft
+from eval.head import Head
 from eval.rounds import expected_rounds
 from eval.teacher_forced import teacher_forced_acceptance
 from eval.teacher_forcing import Draft
 from eval.theory import StepTimes
 from eval.timing import measure_step_times
+from pipeline.bench_prompts import prompt_room
 from pipeline.eval_rows import EvalRows
+from pipeline.rank_candidates import Candidate
 from pipeline.schema import Config
+from specdec_runtime.forward import ModelRunner
 
 Row = dict[str, Any]
 MAX_TIMING_SECONDS = 20.0
@@ -34,6 +38,42 @@ class Outlook:
     acceptance: list[Row]
     times: StepTimes
     verdict: DraftVerdict
+
+
+def measurable(
+    config: Config, target: PreTrainedModel, candidates: Sequence[Candidate], measured: EvalRows
+) -> dict[str, Draft]:
+    """The drafts that can be measured beside each other, by name. What one of them shows only now becomes its reason: an architecture
+    that the engine or the measurement cannot use, or a context that would leave all the others short texts only (SpecForge 271)."""
+    drafts = {}
+    for candidate in candidates:
+        if candidate.draft is not None and candidate.compatible:
+            try:
+                _require_measurable(config, target, candidate.draft, measured)
+            except ValueError as error:
+                candidate.reasons.append(str(error))
+            else:
+                drafts[candidate.name] = candidate.draft
+    return drafts
+
+
+def _require_measurable(config: Config, target: PreTrainedModel, draft: Draft, measured: EvalRows) -> None:
+    model = draft.model
+    ModelRunner(model, "draft")
+    Head(model, min(target.config.get_text_config().vocab_size, model.config.get_text_config().vocab_size), draft.vocab_ids)
+    num_new_tokens = max(config.bench.max_new_tokens, config.eval.decoded_tokens if config.eval.num_viewer_prompts else 0)
+    needed = {
+        "answers with their prompts": [len(row["prompt_token_ids"]) + len(row["response_token_ids"]) for row in measured.rows],
+        f"prompts with {num_new_tokens} new tokens": [len(ids) + num_new_tokens for ids in measured.prompts.values()],
+    }
+    contexts = [prompt_room([one], num_new_tokens=0) for one in (target, model)]
+    for what, lengths in needed.items():
+        num_target, num_draft = (sum(length <= context for length in lengths) for context in contexts)
+        if 2 * num_draft < num_target:
+            raise ValueError(
+                f"its context of {contexts[1]} tokens holds {num_draft} of the {num_target} {what} that the target's holds: rank it "
+                "alone, on shorter text"
+            )
 
 
 def outlooks(

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.bootstrap import Interval
-from eval.draft_verdict import confirm
+from eval.draft_verdict import confirm, shows_gain
 from pipeline.rank_candidates import Candidate
 from pipeline.rank_measure import Outlook
 
@@ -114,4 +114,4 @@ def _memory(row: Row) -> str:
 def _style(row: Row) -> str | None:
     if not row["compatible"]:
         return "dim"
-    return "bold green" if row.get("measured_low", 0.0) > 1 else None
+    return "bold green" if shows_gain(row.get("measured_low", 0.0), row.get("measured_high", 0.0)) else None

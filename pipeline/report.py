@@ -16,6 +16,7 @@ import transformers
 from rich.table import Table
 
 from eval.bench_conditions import tree_name
+from eval.draft_verdict import shows_gain
 
 
 class AcceptanceRow(TypedDict):
@@ -50,8 +51,8 @@ class BenchRow(TypedDict):
     high: float
     predicted_speedup: float | None
     block_efficiency: float
-    latency_ms_p50: float
-    latency_ms_p99: float
+    latency_ms_p50: float | None
+    latency_ms_p99: float | None
     lossless: bool | None
     synthetic_acceptance: NotRequired[float]
 
@@ -122,11 +123,7 @@ def describe_machine(dtype: str) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "dtype": dtype,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 
@@ -139,9 +136,7 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def distilled_speedups(
-    report: Report, *, temperature: float | None = None, draft: str = "distilled"
-) -> list[BenchRow]:
+def distilled_speedups(report: Report, *, temperature: float | None = None, draft: str = "distilled") -> list[BenchRow]:
     """The distilled draft's rows (or another's) at one temperature (the lowest measured by default) and the smallest batch, best first.
 
     Rows of gamma=auto and of trees are left out: a server is told one gamma.
@@ -202,9 +197,7 @@ def acceptance_table(rows: Iterable[AcceptanceRow]) -> Table:
     for heading in ("draft", "temperature", "sampler"):
         table.add_column(heading)
     table.add_column("acceptance_rate", justify="right")
-    for row in sorted(
-        rows, key=lambda row: (row["temperature"], row["sampler"], row["draft"] == "distilled")
-    ):
+    for row in sorted(rows, key=lambda row: (row["temperature"], row["sampler"], row["draft"] == "distilled")):
         table.add_row(
             row["draft"],
             f"{row['temperature']:g}",
@@ -234,14 +227,22 @@ def bench_table(rows: Iterable[BenchRow]) -> Table:
             f"{row['walltime_speedup']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             "-" if predicted is None else f"{predicted:.2f}",
             f"{row['block_efficiency']:.2f}",
-            f"{row['latency_ms_p50']:.1f}",
-            f"{row['latency_ms_p99']:.1f}",
-            "synthetic" if "synthetic_acceptance" in row else lossless_word(row["lossless"]),
-            style="bold green" if row["low"] > 1 else None,
+            _milliseconds(row["latency_ms_p50"]),
+            _milliseconds(row["latency_ms_p99"]),
+            lossless_word(row),
+            style="bold green" if shows_gain(row["low"], row["high"]) else None,
         )
     return table
 
 
-def lossless_word(lossless: bool | None) -> str:
-    """What the row's output was, against plain decoding: at T>0 equality is one of distribution, and not compared by text."""
-    return {True: "same", False: "DIFFERS", None: "-"}[lossless]
+def _milliseconds(latency_ms: float | None) -> str:
+    """`-` where no answer had a second token."""
+    return "-" if latency_ms is None else f"{latency_ms:.1f}"
+
+
+def lossless_word(row: BenchRow) -> str:
+    """What the output is against plain decoding's. Only at temperature 0 is it compared: two samples differ, and their rule is exact."""
+    if "synthetic_acceptance" in row:
+        return "synthetic"
+    exact = "same" if row["temperature"] == 0 else "exact rule"
+    return {True: exact, False: "DIFFERS", None: "-"}[row["lossless"]]

@@ -24,6 +24,8 @@ from pipeline.summary import record_summary
 from pipeline.tracker import Tracker
 from pipeline.tracking import open_tracker
 
+MAX_TAG_CHARS = 5000  # of MLflow's servers
+
 
 def run_stages(config: Config) -> dict[str, Path]:
     """Run the stages that `config.stages` names, or take their finished work; return every used folder by stage.
@@ -37,14 +39,15 @@ def run_stages(config: Config) -> dict[str, Path]:
     remote = None if config.artifacts_store is None else RemoteStore(config.artifacts_store)
     check_inputs(config)
     run = _Run(config, store, resolve_target(config), remote)
-    folders = run.walk()
-    if "export" in folders:
-        _conclude(folders["export"], config, run.console)
-    return folders
+    return run.walk()
 
 
-def _conclude(folder: Path, config: Config, console: Console) -> None:
-    """Say what was measured, and hold it against the gate."""
+def _conclude(folder: Path, config: Config, console: Console, tracker: Tracker) -> None:
+    """Say what was measured, hold it against the gate, and record on the run of the invocation which values it failed.
+
+    Raises:
+        GateFailure: the gate was missed.
+    """
     report = cast(Report, read_result(folder, "report.json"))
     console.print(acceptance_table(report["acceptance_rate"]))
     console.print(bench_table(report["bench"]))
@@ -54,6 +57,7 @@ def _conclude(folder: Path, config: Config, console: Console) -> None:
         f"draft: {folder / report['draft']['path']}\nreport: {folder / 'report.json'}", soft_wrap=True
     )
     failures = gate_failures(report, config.gate)
+    tracker.log_tags({"gate": f"failed: {'; '.join(failures)}"[:MAX_TAG_CHARS] if failures else "passed"})
     if failures:
         raise GateFailure("\n".join(failures))
 
@@ -80,6 +84,8 @@ class _Run:
                 )
                 self.store.link_latest(stage.name, self.folders[stage.name])
             record_summary(tracker, self.config, self.folders)
+            if "export" in self.folders:
+                _conclude(self.folders["export"], self.config, self.console, tracker)
         return self.folders
 
     def _upstream_of(self, chosen: list[Stage]) -> list[Stage]:

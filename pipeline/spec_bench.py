@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from eval.bench_conditions import BackendFactory, Condition, conditions_at
 from eval.bench_measure import Measurement, measure
-from pipeline.bench_prompts import PromptSet, file_prompts, prompt_room
+from pipeline.bench_prompts import PromptSet, check_prompt_file, file_prompts, prompt_room
 from pipeline.commands import compose_config, run_command
 from pipeline.console import result_console
 from pipeline.context import StageContext
@@ -52,9 +52,10 @@ def main(words: Sequence[str]) -> None:
     config = compose_config(words)
     if config.bench.prompts is None:
         raise ValueError(
-            "bench.prompts=null: give the prompts, as in bench.prompts=question.jsonl (Spec-Bench: data/spec_bench/"
-            "question.jsonl of its repository)"
+            "bench.prompts=null: no prompts were named; make spec-bench PROMPTS=question.jsonl, or bench.prompts=question.jsonl for "
+            "python -m pipeline.spec_bench (Spec-Bench: data/spec_bench/question.jsonl of its repository)"
         )
+    check_prompt_file(config.bench.prompts)  # before a target is fetched
     run_spec_bench(config)
 
 

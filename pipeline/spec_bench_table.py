@@ -11,6 +11,7 @@ from rich.table import Table
 
 from eval.bench_conditions import tree_name
 from eval.bootstrap import bootstrap_speedup
+from eval.draft_verdict import shows_gain
 from pipeline.markdown import table_lines
 
 Row = dict[str, Any]
@@ -118,7 +119,7 @@ def leaderboard_table(result: Sequence[Row]) -> Table:
     for row in result:
         overall = row["overall"]
         interval = f"{overall['low']:.2f} to {overall['high']:.2f}"
-        style = "bold green" if overall["low"] > 1 else None
+        style = "bold green" if shows_gain(overall["low"], overall["high"]) else None
         table.add_row(way_name(row), *_cells(row), interval, f"{overall['tokens_per_second']:.1f}", style=style)
     return table
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -50,9 +51,8 @@ def run_bench(context: StageContext) -> dict[str, object]:
         **chosen.describe(),
     }
     write_json(context.work_dir / "bench.json", {"bench": result.rows, "settings": settings})
-    for temperature in config.bench.temperatures:
-        figure = speedup_figure(result.rows, temperature=temperature)
-        context.tracker.log_figure(figure, f"speedup_t{temperature:g}.png")
+    for name, figure in speedup_figures(result.rows).items():
+        context.tracker.log_figure(figure, name)
     rows: list[Any] = result.rows
     if "export" not in config.stages:  # which shows the table itself, at the end of the run
         result_console().print(bench_table(rows))
@@ -78,6 +78,17 @@ def choose_prompts(context: StageContext, target: PreTrainedModel) -> PromptSet:
     return file_prompts(
         bench.prompts, tokenizer, chat=config.target.chat, num_prompts=bench.num_prompts, max_tokens=max_tokens
     )
+
+
+def speedup_figures(rows: list[dict[str, Any]]) -> dict[str, Figure]:
+    """By file name: speedup against gamma, for each temperature at which a draft was measured (none beside plain decoding)."""
+    drafted = [row for row in rows if row["draft"] != "none"]
+    return {
+        f"speedup_t{temperature:g}.png": speedup_figure(
+            rows, temperature=temperature, batch=min(row["batch"] for row in drafted if row["temperature"] == temperature)
+        )
+        for temperature in dict.fromkeys(row["temperature"] for row in drafted)
+    }
 
 
 def bench_figures(rows: list[dict[str, Any]]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pipeline.schema import TrackingConfig
@@ -34,6 +35,9 @@ def read_runs(settings: TrackingConfig, *, max_runs: int = 1000) -> list[RunReco
     Raises:
         ValueError: the store cannot be read, or has no such experiment.
     """
+    database = settings.uri.removeprefix("sqlite:///").partition("?")[0]
+    if database != settings.uri and not Path(database).is_file():  # mlflow would make one to look into
+        raise ValueError(f"tracking.uri={settings.uri}: no such database, so there are no runs yet; `make distill` makes one")
     prepare_environment(settings.timeout_s)
     import mlflow
     from mlflow.exceptions import MlflowException

@@ -18,17 +18,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_f
 
 from pipeline.corpus_schema import SourceConfig
 
-COLUMNS = (
-    "messages",
-    "conversations",
-    "prompt",
-    "question",
-    "instruction",
-    "text",
-    "input",
-    "query",
-    "content",
-)
+COLUMNS = ("messages", "conversations", "prompt", "question", "instruction", "text", "input", "query", "content")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 BAD_ROW = "bad_row"
 _MAX_LOOKED_AT = 64
@@ -98,10 +88,16 @@ def _records(rows: Iterable[Row], column: str, source: SourceConfig) -> Iterator
         yield Record(row) if isinstance(row, BadRow) else _record(row, column, source)
 
 
-def _record(row: Row, column: str, source: SourceConfig) -> Record:
-    value, domain = row.get(column), None
+def question_of(row: Row, column: str) -> Any:
+    """What a row asks in this column; Alpaca's two fields are one question."""
+    value = row.get(column)
     if column == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
-        value = f"{value}\n\n{row['input']}"  # Alpaca's two fields are one question
+        value = f"{value}\n\n{row['input']}"
+    return value
+
+
+def _record(row: Row, column: str, source: SourceConfig) -> Record:
+    value, domain = question_of(row, column), None
     if source.domain_column is not None:
         domain = row.get(source.domain_column)
     system = next((row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and name != column), None)

@@ -71,3 +71,14 @@ def test_nothing_to_draw_is_refused() -> None:
             draw([])
     with pytest.raises(ValueError, match="no drafts"):
         range_figure([], "by_position", xlabel="x", title="t")
+
+
+def test_very_many_domains_of_any_name_can_be_drawn() -> None:
+    """A failure here would end the tracking of the whole run: an image may have 65536 pixels, and `$` begins a formula."""
+    many = {**BOTH[0], "by_domain": {f"cost $\\frac$ {i}": interval(i / 2000) for i in range(2000)}}
+    figure = domain_figure([many], title="T")
+    (axes,) = figure.axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(names) == 40 and names[0].endswith(" 0") and names[-1].endswith(" 1999")
+    assert axes.get_title() == "T\nthe 20 lowest and the 20 highest of 2000"
+    figure.savefig(io.BytesIO())

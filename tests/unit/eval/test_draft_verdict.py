@@ -6,7 +6,7 @@ import torch
 
 from eval.bootstrap import Interval
 from eval.config import BenchConfig
-from eval.draft_verdict import Confirmation, DraftVerdict, confirm, judge_draft
+from eval.draft_verdict import Confirmation, DraftVerdict, confirm, judge_draft, shows_gain
 from eval.random_bench import build_model, run_random_bench
 from eval.rounds import rounds_of
 from eval.shapes import SHAPES, Shape
@@ -54,6 +54,12 @@ def test_the_clock_confirms_refutes_or_leaves_open() -> None:
     assert result == Confirmation(confirmed=[1, 4], open=[3], refuted=[2])
     assert result.meaning == "confirmed at gamma 1, 4; open at gamma 3; refuted at gamma 2"
     assert confirm(verdict, {}).meaning == ""
+
+
+def test_one_prompt_confirms_nothing() -> None:
+    """Its interval has no width: that is no certainty."""
+    assert confirm(DraftVerdict({1: 1.2}, [1], 1, 1.2), {1: Interval(1.3, 1.3, 1.3)}) == Confirmation([], [1], [])
+    assert [shows_gain(*interval) for interval in ((1.3, 1.3), (1.2, 1.4), (1.0, 1.2), (0.9, 1.2))] == [False, True, False, False]
 
 
 def test_autocorrelated_acceptance_is_not_taken_for_iid() -> None:

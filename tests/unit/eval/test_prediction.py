@@ -55,6 +55,15 @@ def test_where_nothing_moved_the_prediction_is_exact() -> None:
     assert [(row["within"], row["reason"]) for row in rows] == [(True, None)] * 2
 
 
+def test_without_a_round_nothing_is_predicted() -> None:
+    """Every prompt answered by EOS at once: neither side has milliseconds per round to compare."""
+    no_round = {"draft_ms_per_round": 0.0, "verify_ms_per_round": 0.0, "overhead_ms_per_round": 0.0}
+    silent = drafted(2, **no_round, acceptance_by_position=[], acceptance_from_text=[0.0, 0.0], walltime_speedup=0.9)
+    assert rows_of(plain(**no_round), silent) == []
+    (row,) = rows_of(plain(**no_round), drafted(2, walltime_speedup=1.0, acceptance_from_text=[0.6, 0.3]))
+    assert row["predicted_paired"] is None and "outside rounds" not in row["reason"]
+
+
 def test_trees_and_automatic_lengths_are_not_predicted() -> None:
     rows = rows_of(plain(), drafted(1), drafted(2, tree="2x1"), drafted(2, gamma_policy="auto"))
     assert [row["gamma"] for row in rows] == [1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from eval.acceptance_summary import Resampling, decoded_row
 from eval.decoded_acceptance import DecodedAcceptance, decoded_acceptance
 from eval.rounds import ExpectedRounds, expected_rounds, rounds_of
 from eval.teacher_forced import teacher_forced_acceptance
@@ -169,3 +170,15 @@ def test_the_target_as_its_own_draft_stands_always(make_model: MakeModel) -> Non
         assert [interval.value for interval in decoded.conditional()] == [1.0] * 3
     with pytest.raises(ValueError, match="no prompts"):
         decoded_acceptance(target, {"self": Draft(target)}, [], temperature=0.0, gamma=1)
+
+
+def test_answers_without_a_judged_proposal_have_no_acceptance(make_model: MakeModel) -> None:
+    """Where every prompt is answered by EOS at once, as with a limit of one token, there is nothing to divide by."""
+    draft = Draft(make_model(1))
+    row = {"prompt_id": "a", "source": "s", "prompt_token_ids": [5, 6], "response_token_ids": [7], "temperature": 0.0}
+    (table,) = teacher_forced_acceptance(make_model(0), {"d": draft}, [row], temperatures=[0.0], samplers=["probabilistic"])
+    (decoded,) = decoded_acceptance(make_model(0), {"d": draft}, [[5, 6]], temperature=0.0, gamma=2, max_new_tokens=1)
+    shown = decoded_row(decoded, [table], Resampling(num_bootstrap=10))
+    assert (shown["judged_acceptance"], shown["agrees"], shown["num_judged"]) == (None, None, 0)
+    assert shown["from_text"]["judged_acceptance"] is None
+    assert shown["block_efficiency"]["value"] == shown["from_text"]["block_efficiency"]["value"] == 1.0

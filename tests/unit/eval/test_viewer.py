@@ -1,5 +1,6 @@
 """The token viewer in a real browser: its text is the output, its counts are the engine's, and it loads nothing."""
 
+import re
 import shutil
 import socket
 import subprocess
@@ -105,6 +106,18 @@ def test_corrections_show_what_they_replace_with_p_and_q(traces: list[TokenTrace
     assert html.count("instead of ") == num_corrections
     assert html.count('class="chip rejected"') == num_corrections
     assert html.count('class="number"') == 2, "two prompts"
+
+
+def test_controls_stay_inside_their_token_and_are_shown_where_texts_are_explained(traces: list[TokenTrace]) -> None:
+    first = traces[0].tokens[0]
+    texts = ["a\r", "\u202eb", "\0c", "\x07"]
+    tokens = [replace(first, token=replace(first.token, text=text)) for text in texts]
+    html = render_viewer([replace(traces[0], text="".join(texts), tokens=tokens)], title="t")
+    assert Page(html).text(0) == "a\r\u202eb\u2400c\x07"
+    assert "\r" not in html and "\0" not in html
+    assert html.count(f'class="tok {first.writer} alone"') == 1 and ".alone{unicode-bidi:isolate}" in html
+    tips = re.findall(r'data-tip="prefill\n(\S+)  p', html)
+    assert tips == ["a\u240d", "U+202Eb", "\u2400c", "\u2407"]
 
 
 def test_no_traces_are_refused(traces: list[TokenTrace]) -> None:

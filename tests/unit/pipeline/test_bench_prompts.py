@@ -57,6 +57,12 @@ def test_first_turns_are_asked_in_the_chat_template_and_categories_take_turns(tm
             {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "no"}]},
             "Hello",
         ),
+        ({"prompt": ["Hello", "And then?"], "category": "writing"}, "Hello"),  # MT-bench on the Hugging Face hub
+        ({"turns": [{"content": "Hello"}]}, "Hello"),  # Arena-Hard
+        ({"turns": "[\"Hello\", \"And then?\"]"}, "Hello"),  # as a CSV file holds them
+        ({"turns": "Hello"}, "Hello"),
+        ({"turns": None, "prompt": "Hello"}, "Hello"),  # as Parquet fills what one of two files lacks
+        ({"instruction": "Repeat.", "input": "Hello", "output": "no"}, "Repeat.\n\nHello"),  # Alpaca
     ],
 )
 def test_the_columns_of_a_corpus_are_read_too(tmp_path: Path, row: dict[str, Any], text: str) -> None:
@@ -67,6 +73,20 @@ def test_the_columns_of_a_corpus_are_read_too(tmp_path: Path, row: dict[str, Any
 def test_a_base_model_gets_the_text_itself(tmp_path: Path) -> None:
     (ids,) = read(write(tmp_path, [{"turns": ["Hello"]}]), chat=False).prompts
     assert tiny_tokenizer().decode(ids) == "Hello"
+
+
+def test_one_odd_row_does_not_end_the_run(tmp_path: Path) -> None:
+    """speculators 801: wherever it stands, it is counted and named."""
+    chosen = read(write(tmp_path, [{"note": "x"}, {"turns": ["Add."]}, {"note": "y"}, {"turns": []}]))
+    assert len(chosen.prompts) == 1
+    assert chosen.skipped == {"empty": ["row 0", "row 2", "row 3"]}
+
+
+def test_a_category_in_another_encoding_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "excel.csv"
+    path.write_bytes("question_id,category,prompt\nä1,Übung,Add.\n".encode("latin-1"))
+    text = json.dumps(read(str(path)).describe(), ensure_ascii=False)
+    assert text.encode() and "bung" in text
 
 
 def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
@@ -80,6 +100,8 @@ def test_mistakes_are_refused_by_name(tmp_path: Path) -> None:
         check_prompt_file(write(tmp_path, []))
     with pytest.raises(ValueError, match=r"prompt_too_long.*bench\.max_new_tokens"):
         read(write(tmp_path, QUESTIONS), max_tokens=2)
+    with pytest.raises(ValueError, match=r"^eval: none.*lower eval\.max_new_tokens"):
+        file_prompts(write(tmp_path, QUESTIONS), tiny_tokenizer(), chat=True, num_prompts=1, max_tokens=2, field="eval.prompts")
 
 
 def test_held_out_prompts_leave_room_for_the_answer_and_come_once() -> None:

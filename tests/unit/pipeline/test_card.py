@@ -52,6 +52,9 @@ def test_gain_is_claimed_only_above_one() -> None:
     unclear = render_card(make_report([bench_row(speedup=1.05)]), FACTS)
     assert "**No gain is shown" in unclear
     assert "It pays" not in unclear
+    alone = render_card(make_report([bench_row(speedup=1.3, half_width=0.0)]), FACTS)
+    assert "**No gain is shown" in alone and "one prompt or batch alone gives no interval" in alone
+    assert "It pays" not in alone
     assert "**Not benchmarked**" in render_card(make_report([]), FACTS)
 
 

@@ -233,3 +233,22 @@ def test_a_group_is_one_run_that_goes_on_and_is_no_row(words: list[str], make_co
 def test_without_tracking_a_group_is_nothing(make_config: Composer) -> None:
     with open_group(make_config("tracking=off"), name="a", key="b") as group:
         assert group is None
+
+
+def test_on_a_fresh_clone_there_are_no_runs_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for uri in ("sqlite:///mlflow.db", f"sqlite:///{tmp_path}/deep/mlflow.db"):
+        with pytest.raises(ValueError, match="no runs yet; `make distill` makes one"):
+            main(["+experiment=tiny", f"tracking.uri={uri}"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_in_brackets_is_no_markup(words: list[str], make_config: Composer) -> None:
+    own = [*words, "tracking.run_name='[tv] b[/x]'"]
+    log_run(own, finished_trial(own, acceptance=0.4), curve=[])
+    printed = io.StringIO()
+    lines = lines_of(read_runs(make_config(*words).tracking))
+    Console(width=200, file=printed).print(compare_table(lines, title="[runs] of [/them]"))
+    assert "[tv] b[/x]" in printed.getvalue() and "[runs] of [/them]" in printed.getvalue()

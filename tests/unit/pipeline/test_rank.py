@@ -10,10 +10,12 @@ import torch
 from distill.draft_init import draft_from_layers
 from eval.config import BenchConfig, EvalConfig
 from eval.draft_verdict import DraftVerdict
+from eval.teacher_forcing import Draft
+from pipeline.eval_rows import EvalRows
 from pipeline.models import load_causal_lm, load_tokenizer, resolve_target
 from pipeline.rank import main, rank
-from pipeline.rank_candidates import short_names
-from pipeline.rank_measure import gammas_to_measure
+from pipeline.rank_candidates import Candidate, short_names
+from pipeline.rank_measure import gammas_to_measure, measurable
 from pipeline.rank_table import rank_table, sort_rows
 from pipeline.schema import Config, PreflightConfig, TrackingConfig
 from tests.conftest import ROOT
@@ -38,27 +40,33 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def folders(config: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A draft from elsewhere, one with another tokenizer, and one whose weights are gone."""
+    """A draft from elsewhere, one with another tokenizer, one whose weights are gone, and one with hardly a context."""
     root, reference = tmp_path_factory.mktemp("drafts"), resolve_target(config)
     target = load_causal_lm(reference.path, "float32")
-    for name in ("sibling", "broken"):
-        draft_from_layers(target, [0, 2]).save_pretrained(root / name)
+    for name in ("sibling", "broken", "short"):
+        draft = draft_from_layers(target, [0, 2])
+        if name == "short":
+            draft.config.max_position_embeddings = 12
+        draft.save_pretrained(root / name)
         load_tokenizer(reference.path).save_pretrained(root / name)
     (root / "broken" / "model.safetensors").unlink()
     tiny_models.save(root / "stranger", tiny_models.make_model(), tiny_models.make_tokenizer())
     shutil.copy(Path(reference.path) / "generation_config.json", root / "sibling")
-    return {name: root / name for name in ("sibling", "broken", "stranger")}
+    return {name: root / name for name in ("sibling", "broken", "stranger", "short")}
 
 
 def test_usable_drafts_are_measured_and_the_others_say_why(
     config: Config, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """vllm 42775; sglang 24051: another tokenizer of the same size was silently wrong."""
+    """vllm 42775; sglang 24051: another tokenizer of the same size was silently wrong.
+
+    SpecForge 271; vllm 58080: a draft whose context ends early must not take the others' texts away, or the whole ranking down.
+    """
     words = ["undistilled", "distilled", *map(str, folders.values()), "no/such/folder"]
     folder = rank(config, words)
     result = json.loads((folder / "rank.json").read_text())
     rows = {row["draft"]: row for row in result["drafts"]}
-    assert set(rows) == {"undistilled", "distilled", "sibling", "broken", "stranger", "folder"}
+    assert set(rows) == {"undistilled", "distilled", "sibling", "broken", "stranger", "short", "folder"}
     usable = {name for name, row in rows.items() if row["compatible"]}
     assert usable == {"undistilled", "distilled", "sibling"}
     for name in usable:
@@ -74,12 +82,23 @@ def test_usable_drafts_are_measured_and_the_others_say_why(
         judged = [*clock["confirmed"], *clock["open"], *clock["refuted"]]
         assert sorted(map(str, judged)) == list(row["measured_speedup_by_gamma"])
     assert "tokenizer" in " ".join(rows["stranger"]["reasons"])
+    assert "its context of 12 tokens holds 0 of the" in " ".join(rows["short"]["reasons"])
     assert all(rows[name]["reasons"] and "measured_speedup" not in rows[name] for name in rows.keys() - usable)
     speeds = [row["measured_speedup"] for row in result["drafts"][:3]]
     assert speeds == sorted(speeds, reverse=True)
     out = capsys.readouterr().out
     assert "no/such/folder" in out and "fastest first" in out
     assert (folder / "viewer.html").read_text().count("<article") == 3 * 2
+
+
+def test_a_draft_that_the_engine_cannot_run_is_no_end_of_the_others(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_causal_lm(resolve_target(config).path, "float32")
+    good, bad = (Candidate(name, name, draft=Draft(draft_from_layers(target, [0]))) for name in ("good", "bad"))
+    assert bad.draft is not None
+    monkeypatch.setattr(bad.draft.model, "_supports_attention_backend", False, raising=False)
+    row = {"prompt_token_ids": [5, 6], "response_token_ids": [7]}
+    assert measurable(config, target, [bad, good], EvalRows("", [row], {"a": [5, 6]})).keys() == {"good"}
+    assert "attention interface" in bad.reasons[0] and good.compatible
 
 
 def test_none_usable_is_refused_after_the_reasons_were_printed(

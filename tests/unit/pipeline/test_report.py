@@ -97,6 +97,14 @@ def test_gate_wants_lossless_output_unless_told_otherwise() -> None:
     assert gate_failures(report, GateConfig(require_lossless=False)) == []
 
 
+def test_a_sample_is_not_called_the_same_as_another() -> None:
+    """At temperature 1 nothing was compared: the rule is exact, and the texts differ."""
+    rows = [bench_row(), bench_row(temperature=1.0), bench_row(temperature=1.0, lossless=False), bench_row(lossless=None)]
+    assert list(bench_table(rows).columns[-1].cells) == ["same", "exact rule", "DIFFERS", "-"]
+    missing = bench_table([bench_row(latency_ms_p50=None, latency_ms_p99=None)])
+    assert [list(column.cells) for column in missing.columns[9:11]] == [["-"], ["-"]]
+
+
 def test_tables_show_every_row_with_its_interval() -> None:
     report = make_report([bench_row("none", gamma=0, speedup=1.0), bench_row(gamma=2, lossless=False)])
     console = Console(width=200, record=True)

@@ -1,6 +1,7 @@
 """Spec-Bench: the leaderboard's groups and table, and a command that goes on where it was stopped."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from eval.config import BenchConfig, EvalConfig
 from pipeline.schema import Config, TrackingConfig
 from pipeline.spec_bench import ROWS, main, run_spec_bench
 from pipeline.spec_bench_table import group_of, leaderboard, leaderboard_markdown, leaderboard_table, way_name
+from tests.conftest import ROOT
 from tests.unit.pipeline.corpus_samples import tiny_config
 from tests.unit.pipeline.trained_samples import finish_stages
 
@@ -130,9 +132,21 @@ def test_categories_belong_to_the_leaderboards_columns(category: str, group: str
 
 def test_without_prompts_or_a_draft_it_is_refused(tmp_path: Path) -> None:
     words = ["+experiment=tiny", f"artifacts_dir={tmp_path}", "tracking=off"]
-    with pytest.raises(ValueError, match=r"bench\.prompts=null"):
+    with pytest.raises(ValueError, match=r"bench\.prompts=null.*make spec-bench PROMPTS=question\.jsonl"):
         main(words)
+    with pytest.raises(ValueError, match=r"bench\.prompts='nowhere\.jsonl': no such file"):
+        main([*words, "bench.prompts=nowhere.jsonl"])
+    assert not list(tmp_path.iterdir()), "no target is fetched for that"
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"turns": ["Hello?"]}\n')
     with pytest.raises(ValueError, match="not finished.*stages="):
         main([*words, f"bench.prompts={questions}"])
+
+
+@pytest.mark.parametrize(("prompts", "said"), [("", False), ("my questions.jsonl", True)])
+def test_make_names_the_prompts_only_where_there_are_some(prompts: str, said: bool) -> None:
+    done = subprocess.run(
+        ["make", "-n", "spec-bench", f"PROMPTS={prompts}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ("bench.prompts" in done.stdout) is said
+    assert not said or f"'bench.prompts=\"{prompts}\"'" in done.stdout

@@ -90,6 +90,21 @@ def test_the_stage_measures_a_file_of_prompts_in_its_own_dtype(
     }
 
 
+def test_answers_of_one_token_and_no_draft_at_all_are_a_finished_benchmark(
+    make_context: Callable[..., StageContext],
+) -> None:
+    """As where every prompt is answered by EOS at once: no round, no time between tokens, but rows of the table."""
+    context = make_context(max_new_tokens=1, backends=["native"])
+    run_bench(context)
+    rows = json.loads((context.work_dir / "bench.json").read_text())["bench"]
+    assert {row["block_efficiency"] for row in rows} == {1.0} and len(rows) == 5
+    assert list(bench_table(rows).columns[9].cells) == ["-"] * 5
+    context = make_context(backends=["hf_generate"])
+    assert run_bench(context) == {}
+    assert [row["draft"] for row in json.loads((context.work_dir / "bench.json").read_text())["bench"]] == ["none"]
+    assert context.tracker.names == []  # type: ignore[attr-defined]
+
+
 def test_prompts_leave_room_in_the_targets_context(make_context: Callable[..., StageContext]) -> None:
     context = make_context()
     target = load_causal_lm(context.target.path, "float32")

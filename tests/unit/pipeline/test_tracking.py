@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -16,10 +16,17 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from pipeline import runner
+from pipeline.context import StageContext
+from pipeline.errors import GateFailure
+from pipeline.models import ModelRef
 from pipeline.schema import Config
+from pipeline.stages import STAGES
+from pipeline.store import write_json
 from pipeline.tracker import MAX_PARAM_CHARS, Tracker, flatten
 from pipeline.tracking import MlflowTracker, open_tracker
 from tests.conftest import Composer
+from tests.unit.pipeline.report_samples import make_report
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +233,25 @@ def test_processes_that_make_the_database_together_are_all_recorded(make_config:
 def _track(config: Config) -> None:
     with open_tracker(config):
         pass
+
+
+def test_the_gate_is_on_the_run_with_what_it_failed(
+    make_config: Composer, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(context: StageContext) -> dict[str, object]:
+        write_json(context.work_dir / "report.json", {**make_report(), "prediction": []})
+        return {}
+
+    (export,) = (replace(stage, upstream=()) for stage in STAGES if stage.name == "export")
+    monkeypatch.setattr(runner, "STAGES", (export,))
+    monkeypatch.setattr(runner, "check_inputs", lambda config: None)
+    monkeypatch.setattr(runner, "resolve_target", lambda config: ModelRef(path="somewhere", name="target", revision="abc"))
+    monkeypatch.setattr(runner, "load_function", lambda reference: work)
+    words = (*place.overrides, "stages=[export]")
+    with pytest.raises(GateFailure, match=r"min_speedup=2\.0"):
+        runner.run_stages(make_config(*words, "gate.min_speedup=2"))
+    runner.run_stages(make_config(*words, "gate.min_speedup=1.1"))
+    missed, passed = (run for run in place.runs() if "stage" not in run.data.tags)
+    assert missed.info.status == "FAILED"
+    assert missed.data.tags["gate"].startswith("failed: gate.min_speedup=2.0: the best measured speedup is 1.300")
+    assert (passed.info.status, passed.data.tags["gate"]) == ("FINISHED", "passed")
