@@ -116,6 +116,8 @@ def test_wrong_shortlists_are_refused(target, random_draft, ids):
         ("gamma", "best"),
         ("acceptance", "maybe"),
         ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", 2.5),
+        ("max_batch_size", "8"),
         ("max_batch_size", 0),
         ("verify_width", 3),
         ("eta", 0.0),

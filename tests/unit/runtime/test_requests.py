@@ -189,6 +189,15 @@ def test_lossy_rules_accept_more_and_say_so(target, near_draft, prompts, accepta
         ("logit_bias", {3: float("inf")}),
         ("logit_bias", {"AI": -100}),
         ("logit_bias", {3: None}),
+        ("logit_bias", {3.5: 1.0}),
+        ("logit_bias", [3, 4]),
+        ("max_new_tokens", None),
+        ("min_new_tokens", None),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("top_p", [0.9]),
+        ("stop", [7]),
+        ("stop", 7),
     ],
 )
 def test_wrong_values_are_refused_by_name(field, value):
@@ -218,6 +227,19 @@ def test_ids_come_as_tensors_and_arrays_too_and_biases_from_json():
     assert other == plain
     with pytest.raises(ValueError, match="row by row"):
         Request(torch.tensor([[5, 6, 7]]))
+
+
+def test_numbers_of_arrays_and_above_the_vocabulary_are_numbers(target, near_draft):
+    """NumPy's own integers have a width, at which a seed and its mask overflowed in the middle of a call."""
+    settings = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "top_k": 96, "logprobs": 2}
+    arrays = {
+        "temperature": np.float64(0.9), "top_p": torch.tensor(0.95, dtype=torch.float64), "seed": np.int64(7), "top_k": 10**30,
+        "logprobs": np.int32(2),
+    }  # fmt: skip
+    one = decoder(target, near_draft)
+    expected, output = one.generate([Request([5, 6], 12, **settings), Request(np.array([5, 6]), np.int64(12), **arrays)])
+    assert output.token_ids == expected.token_ids
+    assert output.logprobs.top_ids == expected.logprobs.top_ids
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1e-20}, {"temperature": 1.0, "top_p": 1e-50}])
