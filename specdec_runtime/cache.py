@@ -90,6 +90,16 @@ class SlotLayer(CacheLayerMixin):
             if slots is not None:
                 slots[destination, :, :num_positions] = slots[source, :, :num_positions]
 
+    def is_finite(self, slot: int) -> bool:
+        """Whether all that lies in a slot is numbers."""
+        return all(slots is None or bool(slots[slot].isfinite().all()) for slots in (self.keys, self.values))
+
+    def clear(self, slot: int) -> None:
+        """Fills a slot with zeros."""
+        for slots in (self.keys, self.values):
+            if slots is not None:
+                slots[slot] = 0
+
     def gather(self, sources_BD: Tensor, destinations_BD: Tensor) -> None:
         """Within each of the first slots, copies positions to other positions; all are read before any is written."""
         rows_B1 = torch.arange(sources_BD.shape[0], device=sources_BD.device)[:, None]
@@ -144,8 +154,16 @@ class SlotCache(Cache):
         for layer, keys_values in zip(self.slot_layers, layers, strict=True):
             layer.put(slot, keys_values)
 
+    def clean(self, slot: int) -> None:
+        """For a new sequence: empties a slot in which the last one left NaN or infinity. A mask does not keep these out of a sum.
+        They spread from layer to layer, so that the last one shows them."""
+        if not self.slot_layers[-1].is_finite(slot):
+            for layer in self.slot_layers:
+                layer.clear(slot)
+
     def move_slot(self, source: int, destination: int, num_positions: int) -> None:
         """Copies a sequence to another slot."""
+        self.clean(destination)
         for layer in self.slot_layers:
             layer.move(source, destination, num_positions)
 

@@ -65,7 +65,10 @@ class Drafter:
     def catch_up(self, rows: Sequence[Row], wanted: Sequence[int], *, chunk: int) -> None:
         """Feeds committed tokens that the draft has not seen, but for the last two, of the rows that want proposals."""
         feeds = []
+        assert self.runner.cache is not None
         for slot, (row, num) in enumerate(zip(rows, wanted, strict=True)):
+            if num and row.draft_valid == 0:
+                self.runner.cache.clean(slot)
             if num and row.draft_valid < len(row.token_ids) - 2:
                 feeds.append(Feed(slot, row.token_ids[row.draft_valid : -2], row.draft_valid))
                 row.draft_valid = len(row.token_ids) - 2
