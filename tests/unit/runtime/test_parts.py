@@ -81,6 +81,22 @@ def test_unfinished_characters_wait():
     assert search.text == "Hello"
 
 
+def test_a_token_ends_with_the_character_of_which_it_holds_a_part():
+    """The letters before it are found at once; it is safe, and lies before a string, only when its character does."""
+    search = StopStringFinder(lambda ids: b"".join(BYTES[i] for i in ids).decode("utf-8", errors="replace"), ["x", "b"])
+    assert search.add([1, 2]) is None  # "a", and the first byte of a euro sign behind "c"
+    assert (search.text, search.num_safe_tokens()) == ("ac", 1)
+    assert search.add([3]) is None
+    assert (search.text, search.num_safe_tokens()) == ("ac", 1)
+    assert search.add([4]) is None
+    assert (search.text, search.num_safe_tokens()) == ("ac\N{EURO SIGN}", 4)
+    assert search.add([5, 1]) == 4
+    assert (search.text, search.has_found) == ("ac\N{EURO SIGN}", True)
+
+
+BYTES = {1: b"a", 2: b"c\xe2", 3: b"\x82", 4: b"\xac", 5: b"b\xe2"}
+
+
 def test_slot_cache_writes_and_rolls_back_by_position():
     cache = SlotCache(1, num_slots=3, capacity=8)
 

@@ -277,3 +277,25 @@ def test_a_target_whose_logits_are_no_numbers_is_told_about(llama, target, caplo
     assert "NaN" not in caplog.text, "a draft may propose what it likes"
     decoder(broken, None).generate([Request([5, 6, 7], 4), Request([5], 4)])
     assert caplog.text.count("logits of request 0 are NaN") == 1
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_a_stop_string_takes_all_tokens_of_its_first_character_with_it(target, gamma):
+    """A character of two bytes, each a token: the first one is neither kept nor streamed, though no text came of it alone."""
+    whole = decoder(target, None).generate([Request([5, 6, 7], 40, ignore_eos=True)])[0].token_ids
+    at = next(i for i in range(4, 39) if not {*whole[i : i + 2]} & {*whole[:i]} and whole[i] != whole[i + 1])
+    halves = dict(zip(whole[at : at + 2], "é".encode(), strict=True))
+
+    def text(ids: list[int]) -> str:
+        return bytes(halves.get(i, ord("a") + i % 26) for i in ids).decode("utf-8", errors="replace")
+
+    config = DecoderConfig(num_speculative_tokens=gamma)
+    maker = SpeculativeDecoder(target, target if gamma else None, config, detokenize=text)
+    streamed = []
+    for event in maker.stream([Request([5, 6, 7], 40, stop=["é"], ignore_eos=True)]):
+        streamed += event.token_ids
+    assert (event.output.token_ids, event.output.text) == (whole[:at], text(whole[:at]))
+    assert streamed == whole[:at]
+    # Cut in the middle of the character: the text is that of the tokens, whether or not a string was looked for.
+    cut = maker.generate([Request([5, 6, 7], at + 1, stop=stop, ignore_eos=True) for stop in ((), ["never"])])
+    assert [output.text for output in cut] == [text(whole[: at + 1])] * 2
