@@ -168,4 +168,6 @@ class Scheduler:
         for source, destination in moves:
             self.active[destination] = self.active[source]
         del self.active[num_left:]
+        for row in finished:  # a list of all rows of a call keeps them until its end
+            row.ngrams = row.hidden_H = None
         return finished, moves

@@ -49,9 +49,12 @@ def test_finished_rows_leave_and_the_others_close_up():
     assert len(scheduler.admit()) == 4
     for i in (0, 3):
         rows[i].finish_reason = "stop"
+    for each in rows:
+        each.hidden_H = torch.zeros(4)
     finished, moves = scheduler.retire()
     assert [any(f is rows[i] for f in finished) for i in range(5)] == [True, False, False, True, False]
     assert moves[-1] == (2, 0)
+    assert [r.hidden_H is None for r in rows] == [True, False, False, True, False]  # of which a GPU has no more than of slots
     assert [r is x for r, x in zip(scheduler.active, (rows[2], rows[1]), strict=True)] == [True, True]
     assert [r is rows[4] for r in scheduler.admit()] == [True]
 
