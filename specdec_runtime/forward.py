@@ -217,8 +217,9 @@ class ModelRunner:
             positions_BL, places_BL = (starts_B[:, None] + x for x in (layout.offsets_BL, layout.slots_BL))
             mask = layout.mask(starts_B, num_cached, self.dtype)
         if sits_out_B is not None:
-            assert num_positions <= SCRATCH
-            scratch_L = torch.arange(num_positions, device=self.device) + self.cache.capacity - SCRATCH
+            # What is written there is not read: a block of more tokens may write several to the last one.
+            scratch_L = torch.arange(num_positions, device=self.device).clamp(max=SCRATCH - 1)
+            scratch_L = scratch_L + self.cache.capacity - SCRATCH
             places_BL = torch.where(sits_out_B[:, None], scratch_L, places_BL)
         self.cache.begin(positions_BL=places_BL, first_slot=first_slot, num_cached=num_cached)
         # Padding behind the last position of a full context is never committed, but must be a legal position.
