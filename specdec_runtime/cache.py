@@ -91,8 +91,9 @@ class SlotLayer(CacheLayerMixin):
                 slots[destination, :, :num_positions] = slots[source, :, :num_positions]
 
     def is_finite(self, slot: int) -> bool:
-        """Whether all that lies in a slot is numbers."""
-        return all(slots is None or bool(slots[slot].isfinite().all()) for slots in (self.keys, self.values))
+        """Whether all that lies in a slot is numbers, by their sum: it takes a small part of the time of a look at each of them, and
+        where it overflows a slot is emptied for nothing."""
+        return all(slots is None or bool(slots[slot].sum().isfinite()) for slots in (self.keys, self.values))
 
     def clear(self, slot: int) -> None:
         """Fills a slot with zeros."""
