@@ -9,10 +9,10 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 SCRATCH = 64  # positions at the end of each slot where rows that sit a forward out may write
+LENGTH_STEP = 64  # attended lengths are rounded up to this: few shapes, and vector kernels without a tail
 
 
 @dataclass
@@ -90,6 +90,17 @@ class SlotLayer(CacheLayerMixin):
             if slots is not None:
                 slots[destination, :, :num_positions] = slots[source, :, :num_positions]
 
+    def is_finite(self, slot: int) -> bool:
+        """Whether all that lies in a slot is numbers, by their sum: it takes a small part of the time of a look at each of them, and
+        where it overflows a slot is emptied for nothing."""
+        return all(slots is None or bool(slots[slot].sum().isfinite()) for slots in (self.keys, self.values))
+
+    def clear(self, slot: int) -> None:
+        """Fills a slot with zeros."""
+        for slots in (self.keys, self.values):
+            if slots is not None:
+                slots[slot] = 0
+
     def gather(self, sources_BD: Tensor, destinations_BD: Tensor) -> None:
         """Within each of the first slots, copies positions to other positions; all are read before any is written."""
         rows_B1 = torch.arange(sources_BD.shape[0], device=sources_BD.device)[:, None]
@@ -144,8 +155,16 @@ class SlotCache(Cache):
         for layer, keys_values in zip(self.slot_layers, layers, strict=True):
             layer.put(slot, keys_values)
 
+    def clean(self, slot: int) -> None:
+        """For a new sequence: empties a slot in which the last one left NaN or infinity. A mask does not keep these out of a sum.
+        They spread from layer to layer, so that the last one shows them."""
+        if not self.slot_layers[-1].is_finite(slot):
+            for layer in self.slot_layers:
+                layer.clear(slot)
+
     def move_slot(self, source: int, destination: int, num_positions: int) -> None:
         """Copies a sequence to another slot."""
+        self.clean(destination)
         for layer in self.slot_layers:
             layer.move(source, destination, num_positions)
 
@@ -167,49 +186,6 @@ class SlotCache(Cache):
             layer.gather(sources_BD, destinations_BD)
 
 
-def kv_bytes_per_position(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one position takes over all layers, read off a one-token forward.
-
-    Raises:
-        ValueError: the model keeps state that cannot be rolled back by position.
-    """
-    refuse_unrollable(model)
-    cache = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
-    layers = [layer for layer in cache.layers if layer.keys is not None and layer.values is not None]
-    if len(layers) != model.config.get_text_config().num_hidden_layers:
-        raise ValueError(
-            f"{type(model).__name__}: {len(layers)} of {model.config.num_hidden_layers} layers keep keys and values in the "
-            "cache; speculative decoding needs all of them there to roll back"
-        )
-    return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
-
-
-# Architectures whose attention hands its window to the attention function, where the mask is narrowed (tested one by one).
-WINDOWED_MODEL_TYPES = frozenset({"mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"})
-
-
-def refuse_unrollable(model: PreTrainedModel) -> None:
-    """Refuses recurrent state, and sliding windows of architectures whose masks the runtime does not narrow itself.
-
-    A window is no trouble for the cache, which keeps all positions; what matters is that the mask is right.
-    """
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    recurrent = layer_types - {"full_attention", "sliding_attention"}
-    if getattr(model, "_is_stateful", False) or recurrent:
-        raise ValueError(
-            f"{type(model).__name__} keeps state that cannot be rolled back ({sorted(recurrent) or 'recurrent'}): rejected "
-            "tokens would stay in it. Use a model whose layers all have ordinary or sliding attention"
-        )
-    window = getattr(config, "sliding_window", None)
-    uses_window = "sliding_attention" in layer_types or (
-        window is not None and getattr(config, "layer_types", None) is None
-    )
-    if uses_window and window is not None and config.model_type not in WINDOWED_MODEL_TYPES:
-        raise ValueError(
-            f"{type(model).__name__} attends over a sliding window of {window} in a way that the runtime does not know; "
-            f"known are {sorted(WINDOWED_MODEL_TYPES)}"
-        )
+def padded_capacity(capacity: int) -> int:
+    """Positions per slot: rounded up, with the scratch positions behind."""
+    return -(-capacity // LENGTH_STEP) * LENGTH_STEP + SCRATCH

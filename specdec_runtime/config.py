@@ -169,5 +169,7 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: int, minimum: int, hint: str = "") -> None:
+    if not hasattr(value, "__index__"):
+        raise ValueError(f"{name}={value!r}: must be a whole number")
     if value < minimum:
         raise ValueError(f"{name}={value}: must be >= {minimum}" + (f" ({hint})" if hint else ""))

@@ -5,7 +5,7 @@ Shape legend: B rows, G proposed positions, N ids the draft can propose.
 
 import copy
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,10 @@ class Drafter:
     def catch_up(self, rows: Sequence[Row], wanted: Sequence[int], *, chunk: int) -> None:
         """Feeds committed tokens that the draft has not seen, but for the last two, of the rows that want proposals."""
         feeds = []
+        assert self.runner.cache is not None
         for slot, (row, num) in enumerate(zip(rows, wanted, strict=True)):
+            if num and row.draft_valid == 0:
+                self.runner.cache.clean(slot)
             if num and row.draft_valid < len(row.token_ids) - 2:
                 feeds.append(Feed(slot, row.token_ids[row.draft_valid : -2], row.draft_valid))
                 row.draft_valid = len(row.token_ids) - 2
@@ -94,8 +97,7 @@ class Drafter:
         """
         rows, sampling, num_steps = batch.rows, batch.sampling, max(wanted)
         lengths_B, num_wanted_B = batch.column([len(row.token_ids) for row in rows]), batch.column(wanted)
-        sits_out_B = num_wanted_B == 0 if min(wanted) == 0 else None
-        num_cached = max(len(row.token_ids) for row, num in zip(rows, wanted, strict=True) if num) + num_steps
+        settings = round_settings(batch, wanted, num_places=num_steps)
         feed = torch.tensor([row.token_ids[-2:] for row in rows], device=batch.device)
         starts_B, proposed_BG = lengths_B - 2, feed[:, :0]
         by_argmax = self.sampler == "greedy" or sampling.all_greedy
@@ -107,9 +109,7 @@ class Drafter:
         num_proposed_B = torch.zeros_like(lengths_B)
         for step in range(num_steps):
             with watch.phase("draft"):
-                logits = self.runner.step(
-                    feed, starts_B, num_cached=num_cached, num_logits=1, sits_out_B=sits_out_B
-                )
+                logits = self.runner.step(feed, starts_B, num_logits=1, **settings)
             logits_B1N = sampling.adjust(
                 logits[..., : self.num_columns],
                 num_generated_B=batch.num_generated(),
@@ -158,6 +158,14 @@ class Drafter:
         has_stopped_B = takes_part_B & ~sure_B
         fewest = num_proposed_B.masked_fill(~has_stopped_B, 2**31).min()
         return sure_B & (num_proposed_B < fewest + self.max_spread)
+
+
+def round_settings(batch: Batch, wanted: Sequence[int], *, num_places: int) -> dict[str, Any]:
+    """What all of a round's draft forwards are given: how far they attend, with `num_places` for proposals behind the committed
+    tokens, and the rows that want none and sit out."""
+    longest = max(len(row.token_ids) for row, num in zip(batch.rows, wanted, strict=True) if num)
+    sits_out_B = batch.column(wanted) == 0 if min(wanted) == 0 else None
+    return {"num_cached": longest + num_places, "sits_out_B": sits_out_B}
 
 
 def with_trimmed_head(model: PreTrainedModel, vocab_ids: Tensor) -> PreTrainedModel:

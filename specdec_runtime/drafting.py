@@ -41,6 +41,11 @@ def make_drafter(
     if draft_model is None:
         return None
     tree = config.topology
+    if not isinstance(draft_model, MedusaHeads) and draft_model.device != target.device:
+        raise ValueError(
+            f"draft {type(draft_model).__name__} is on {draft_model.device}, the target on {target.device}: move it there with "
+            "draft_model.to(target_model.device)"
+        )
     if isinstance(draft_model, MedusaHeads):
         return MedusaDrafter(
             draft_model,

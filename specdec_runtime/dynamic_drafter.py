@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_runtime.batch import Batch
-from specdec_runtime.drafter import Drafter
+from specdec_runtime.drafter import Drafter, round_settings
 from specdec_runtime.dynamic_growth import DynamicGrowth
 from specdec_runtime.proposal import Proposal
 from specdec_runtime.scheduler import Row
@@ -46,13 +46,9 @@ class DynamicTreeDrafter(Drafter):
         """See `Drafter.propose`; `wanted` bounds the depth of each row. No chance and no `confidence` play a part."""
         rows, wanted_B = batch.rows, batch.column(wanted)
         depth = min(self.tree.depth, max(wanted))
-        longest = max(len(row.token_ids) for row, num in zip(rows, wanted, strict=True) if num)
         growth = DynamicGrowth(self.tree, batch, self.vocab_ids_N)
         lengths_B = batch.column([len(row.token_ids) for row in rows])
-        settings: dict[str, Any] = {
-            "num_cached": longest + self.tree.num_draft_places,
-            "sits_out_B": wanted_B == 0 if min(wanted) == 0 else None,
-        }
+        settings = round_settings(batch, wanted, num_places=self.tree.num_draft_places)
         for step in range(depth):
             with watch.phase("draft"):
                 if step == 0:

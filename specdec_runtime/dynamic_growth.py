@@ -71,6 +71,8 @@ class DynamicGrowth:
         log_q_BLK, columns_BLK = log_q_BLC.topk(num_children, dim=2)
         ids_BLK = columns_BLK if self.vocab_ids_C is None else self.vocab_ids_C[columns_BLK]
         joint_BLK = self._joint_BL[:, :, None] + log_q_BLK
+        # What is no number would come first, and be kept without its parent.
+        joint_BLK = joint_BLK.masked_fill(joint_BLK.isnan(), -torch.inf)
         parents_BLK = self._expanded_BL[:, :, None].expand_as(ids_BLK)
         self._children.append((joint_BLK.flatten(1), ids_BLK.flatten(1), parents_BLK.flatten(1)))
 

@@ -21,7 +21,7 @@ from specdec_runtime.judge import Judge, Judgement
 from specdec_runtime.limits import Limits, eos_ids_of
 from specdec_runtime.medusa_heads import MedusaHeads
 from specdec_runtime.observe import OnRound, report_rounds
-from specdec_runtime.prefill import SharedPrefix, prompt_logits
+from specdec_runtime.prefill import SharedPrefix, prompt_logits, share_prefix
 from specdec_runtime.request import Output, Request, StreamEvent
 from specdec_runtime.scheduler import Row, Scheduler
 from specdec_runtime.stats import Stats
@@ -120,8 +120,7 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def _share(self, token_ids: Sequence[int]) -> None:
-        chunk = self.config.prefill_chunk_tokens
-        self._prefix = SharedPrefix(self.target, token_ids, chunk=chunk) if token_ids else None
+        self._prefix = share_prefix(self.target, token_ids, chunk=self.config.prefill_chunk_tokens)
 
     def _advance(self, scheduler: Scheduler) -> list[StreamEvent]:
         """Admits what fits, or else decodes one round; returns what was committed."""

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_runtime.attention import attention_of_runtime, causal_mask
-from specdec_runtime.cache import SCRATCH, SlotCache, kv_bytes_per_position
+from specdec_runtime.cache import LENGTH_STEP, SCRATCH, SlotCache, padded_capacity
 from specdec_runtime.config import DecoderConfig
 from specdec_runtime.graphs import Computed, GraphedSteps
 from specdec_runtime.hidden import watching_hidden
 from specdec_runtime.layout import BlockLayout
+from specdec_runtime.model_facts import context_of, kv_bytes_per_position, require_attention_interface
 from specdec_runtime.packed import packed
 
 #: Packed linear layers take no longer for this many tokens than for one, which has a kernel of its own that rounds otherwise.
 MIN_STEP_TOKENS = 4
-LENGTH_STEP = 64  # attended lengths are rounded up to this: few shapes, and vector kernels without a tail
 
 
 class StepOptions(NamedTuple):
@@ -50,11 +50,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel, role: str, options: Optional[StepOptions] = None) -> None:
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ValueError(
-                f"{role} {type(model).__name__}: its attention does not go through Transformers' attention interface, so the "
-                "runtime cannot mask it per row; use an architecture that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ...)"
-            )
+        require_attention_interface(model, role)
         options = options or StepOptions()
         self.role = role
         # Compiled code calls its own kernels, over weights in their ordinary layout.
@@ -68,7 +64,7 @@ class ModelRunner:
         self._pads_rows = options.pads_rows or self._graphs is not None
         config = model.config.get_text_config()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.context = _context_of(config)
+        self.context = context_of(config)
         self.num_layers = int(config.num_hidden_layers)
         self.kv_bytes_per_position = kv_bytes_per_position(model)
         self.num_input_ids = int(model.get_input_embeddings().weight.shape[0])
@@ -217,8 +213,9 @@ class ModelRunner:
             positions_BL, places_BL = (starts_B[:, None] + x for x in (layout.offsets_BL, layout.slots_BL))
             mask = layout.mask(starts_B, num_cached, self.dtype)
         if sits_out_B is not None:
-            assert num_positions <= SCRATCH
-            scratch_L = torch.arange(num_positions, device=self.device) + self.cache.capacity - SCRATCH
+            # What is written there is not read: a block of more tokens may write several to the last one.
+            scratch_L = torch.arange(num_positions, device=self.device).clamp(max=SCRATCH - 1)
+            scratch_L = scratch_L + self.cache.capacity - SCRATCH
             places_BL = torch.where(sits_out_B[:, None], scratch_L, places_BL)
         self.cache.begin(positions_BL=places_BL, first_slot=first_slot, num_cached=num_cached)
         # Padding behind the last position of a full context is never committed, but must be a legal position.
@@ -254,21 +251,3 @@ class ModelRunner:
                 num_logits=1 if wants_logits and is_last else 0,
             )
         return logits
-
-
-def _context_of(config: Any) -> int:
-    """Positions that a sequence may have. Where rotary frequencies change with the longest row of a batch ("dynamic",
-    "longrope"), it ends where they would, because rows must not change each other."""
-    context = getattr(config, "max_position_embeddings", None) or 2**31
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        context = min(context, original or context)
-    return int(context)
-
-
-def padded_capacity(capacity: int) -> int:
-    """Positions per slot: rounded up, with the scratch positions behind."""
-    return -(-capacity // LENGTH_STEP) * LENGTH_STEP + SCRATCH

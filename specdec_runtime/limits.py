@@ -85,12 +85,13 @@ class Limits:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         # Room for a block that is padded behind the last token of a full row.
-        num_draft_places = 0 if self._tree is None else self._tree.num_draft_places
+        num_draft_places = self._max_proposals if self._tree is None else self._tree.num_draft_places
         capacity += max(self.config.fixed_width or 0, self._max_proposals + 1, num_draft_places + 1)
         plans = [("target", self.target, capacity)]
         draft = None if self.drafter is None else self.drafter.runner
         if draft is not None:
-            # The nodes of one depth share a position, but each has a place of its own.
+            # The nodes of one depth share a position, but each has a place of its own; and a row that may propose no more takes
+            # part in the steps of those that may.
             plans.append(("draft", draft, min(capacity, draft.context + num_draft_places)))
         held = sum(
             r.kv_bytes(r.cache.num_slots, r.cache.capacity) for _, r, _ in plans if r.cache is not None

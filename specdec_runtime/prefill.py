@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec_runtime.cache import SCRATCH
 from specdec_runtime.forward import ModelRunner
+from specdec_runtime.request import flat_ids
 
 
 class Feed(NamedTuple):
@@ -24,6 +25,7 @@ class SharedPrefix:
     def __init__(self, runner: ModelRunner, token_ids: Sequence[int], *, chunk: int) -> None:
         assert runner.cache is not None
         self.runner, self.token_ids = runner, list(token_ids)
+        runner.cache.clean(0)
         runner.prefill(self.token_ids, 0, slot=0, chunk=chunk, wants_logits=False)
         self._layers = runner.cache.copy_of(0, len(self.token_ids))
 
@@ -35,6 +37,15 @@ class SharedPrefix:
         assert self.runner.cache is not None
         self.runner.cache.put(slot, self._layers)
         return Feed(slot, prompt[num:], num)
+
+
+def share_prefix(runner: ModelRunner, token_ids: Sequence[int], *, chunk: int) -> Optional[SharedPrefix]:
+    """None where there is nothing that a prompt could begin with: no tokens, more than a slot holds, or ids that do not exist."""
+    ids = flat_ids("shared_prefix", token_ids)
+    if not ids or runner.cache is None or len(ids) > runner.cache.capacity - SCRATCH:
+        return None
+    exist = min(ids) >= 0 and max(ids) < runner.num_input_ids
+    return SharedPrefix(runner, ids, chunk=chunk) if exist else None
 
 
 def feed_all(runner: ModelRunner, feeds: Sequence[Feed], *, chunk: int) -> None:
@@ -66,6 +77,9 @@ def prompt_logits(
         prefix: what prompts that begin with it are not fed again.
     """
     logits, hidden = [], []
+    assert runner.cache is not None
+    for slot in range(first_slot, first_slot + len(prompts)):
+        runner.cache.clean(slot)
     feeds = [
         Feed(first_slot + i, prompt, 0) if prefix is None else prefix.rest(first_slot + i, prompt)
         for i, prompt in enumerate(prompts)

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -11,6 +11,10 @@ from specdec_runtime.stats import Stats
 # In fp32, logits that are changed by more than this, or divided by less, may overflow: infinity minus infinity is no number.
 _MAX_CHANGE = 1e15
 _MIN_TEMPERATURE = 1e-20
+
+_WHOLE_NUMBERS = ("max_new_tokens", "min_new_tokens")
+_OPTIONAL_WHOLE_NUMBERS = ("top_k", "seed", "logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
 
 
 @dataclass
@@ -62,14 +66,14 @@ class Request:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = _flat_ids("prompt_token_ids", self.prompt_token_ids)
-        self.stop_token_ids = _flat_ids("stop_token_ids", self.stop_token_ids)
+        self.prompt_token_ids = flat_ids("prompt_token_ids", self.prompt_token_ids)
+        self.stop_token_ids = flat_ids("stop_token_ids", self.stop_token_ids)
         self.logit_bias = _biases(self.logit_bias)
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "logprobs"):
+        self.stop = _texts("stop", self.stop)
+        for name in (*_WHOLE_NUMBERS, *_OPTIONAL_WHOLE_NUMBERS, *_NUMBERS):
             value = getattr(self, name)
-            if value is not None and not hasattr(value, "__index__"):
-                raise ValueError(f"{name}={value!r}: must be a whole number")
-        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            if value is not None or name not in _OPTIONAL_WHOLE_NUMBERS:
+                setattr(self, name, _number(name, value))
         if not self.prompt_token_ids:
             raise ValueError(
                 "prompt_token_ids=[]: a request needs at least one token (put a BOS token there)"
@@ -108,7 +112,25 @@ class Request:
                 raise ValueError(f"{name}={getattr(self, name)}: {hint}")
 
 
-def _flat_ids(name: str, ids: Any) -> list[int]:
+def _number(name: str, value: Any) -> int | float:
+    """A number from an array or a table is made Python's, whose arithmetic has no width."""
+    try:
+        return float(value) if name in _NUMBERS else operator.index(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r}: must be a {'' if name in _NUMBERS else 'whole '}number") from error
+
+
+def _texts(name: str, texts: Any) -> tuple[str, ...]:
+    """One string is a list of one."""
+    found = (texts,) if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
+    if texts is None:
+        return ()
+    if not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{name}={texts!r:.80}: give strings (token ids that end an output are stop_token_ids)")
+    return found
+
+
+def flat_ids(name: str, ids: Any) -> list[int]:
     """Ids of one request, from a list, an array or a tensor; a single id is a list of one."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     try:
@@ -124,8 +146,11 @@ def _biases(biases: Optional[Mapping[Any, Any]]) -> Optional[dict[int, float]]:
     if not biases:
         return None
     try:
-        numbers = {int(token_id): float(bias) for token_id, bias in biases.items()}
-    except (TypeError, ValueError) as error:
+        numbers = {
+            int(token_id) if isinstance(token_id, str) else operator.index(token_id): float(bias)
+            for token_id, bias in biases.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"logit_bias={biases!r:.80}: give a number for each token id") from error
     for token_id, bias in numbers.items():
         if not bias <= _MAX_CHANGE:

@@ -103,7 +103,8 @@ class BatchSampling:
         self.requests, self.vocab_size, self.device = list(requests), vocab_size, device
         self.all_greedy = all(r.temperature == 0 for r in requests)
         self.temperature_B = torch.tensor([r.temperature for r in requests], device=device)
-        self._top_k_B = self._column([r.top_k or 0 for r in requests], 0)
+        top_k = [min(r.top_k or 0, vocab_size) for r in requests]
+        self._top_k_B, self._max_top_k = self._column(top_k, 0), max(top_k, default=0)
         self._top_p_B = self._column([max(r.top_p, _LEAST_TOP_P) for r in requests], 1.0)
         self._min_p_B = self._column([r.min_p for r in requests], 0.0)
         self._repetition_B = self._column([r.repetition_penalty for r in requests], 1.0)
@@ -184,7 +185,7 @@ class BatchSampling:
             top_k_B=self._top_k_B,
             top_p_B=self._top_p_B,
             min_p_B=self._min_p_B,
-            max_top_k=max(r.top_k or 0 for r in self.requests),
+            max_top_k=self._max_top_k,
             has_greedy=any(r.temperature == 0 for r in self.requests),
         ).softmax(dim=-1)
 

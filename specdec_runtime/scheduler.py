@@ -103,7 +103,7 @@ class Row:
     def output(self, *, detokenize: Optional[Detokenize], lossless: bool) -> Output:
         """The finished row as an `Output`."""
         assert self.finish_reason is not None
-        text = self.finder.text if self.finder is not None and self.request.stop else None
+        text = self.finder.text if self.finder is not None and self.finder.has_found else None
         if text is None and detokenize is not None:
             text = detokenize(self.output_ids)
         return Output(
@@ -168,4 +168,6 @@ class Scheduler:
         for source, destination in moves:
             self.active[destination] = self.active[source]
         del self.active[num_left:]
+        for row in finished:  # a list of all rows of a call keeps them until its end
+            row.ngrams = row.hidden_H = None
         return finished, moves

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_runtime.batch import Batch
-from specdec_runtime.drafter import Drafter
+from specdec_runtime.drafter import Drafter, round_settings
 from specdec_runtime.forward import ModelRunner
 from specdec_runtime.layout import layout_of
 from specdec_runtime.proposal import Proposal
@@ -60,18 +60,14 @@ class TreeDrafter(Drafter):
         rows, wanted_B = batch.rows, batch.column(wanted)
         max_nodes = max(1, self.max_draft_tokens // len(rows))
         tree = self._prefix(max_depth=max(wanted), max_nodes=max_nodes)
-        longest = max(len(row.token_ids) for row, num in zip(rows, wanted, strict=True) if num)
         growth = Growth.start(tree, batch, uniform_PBT, sampler=self.sampler, vocab_ids_C=self.vocab_ids_N)
-        settings: dict[str, Any] = {
-            "lengths_B": batch.column([len(row.token_ids) for row in rows]),
-            "num_cached": longest + tree.num_nodes,
-            "sits_out_B": wanted_B == 0 if min(wanted) == 0 else None,
-        }
+        lengths_B = batch.column([len(row.token_ids) for row in rows])
+        settings = round_settings(batch, wanted, num_places=tree.num_nodes)
         probs = []
         for depth in range(tree.depth):
             positions = growth.positions_at(depth)
             with watch.phase("draft"):
-                logits_BLC = self._forward(growth, positions, is_root=depth == 0, **settings)
+                logits_BLC = self._forward(growth, positions, lengths_B, is_root=depth == 0, **settings)
             probs.append(growth.fill(positions, logits_BLC[..., : self.num_columns]))
         for row, num in zip(rows, wanted, strict=True):
             row.times.num_draft_steps += tree.depth if num else 0
@@ -81,7 +77,7 @@ class TreeDrafter(Drafter):
         return Proposal(growth.ids_BN, wanted_B.clamp(max=tree.depth), q_BIC, tree)
 
     def _forward(
-        self, growth: Growth, positions: tuple[int, ...], *, is_root: bool, lengths_B: Tensor, **settings: Any
+        self, growth: Growth, positions: tuple[int, ...], lengths_B: Tensor, *, is_root: bool, **settings: Any
     ) -> Tensor:
         """Logits at positions of one depth. The root comes with the token before it, as in `Drafter.propose`."""
         if is_root:

@@ -67,6 +67,8 @@ class HFAssisted:
         started = time.perf_counter()
         for request in requests:
             refuse_unsupported(request, self.name)
+            if not request.speculate:
+                raise ValueError(f"speculate=False: {self.name} always speculates; use hf_generate, or the native backend")
         return [self._generate_one(request, started) for request in requests]
 
     def _generate_one(self, request: Request, started: float) -> Output:

@@ -132,6 +132,21 @@ def test_a_node_that_is_certain_does_not_push_out_its_parent(target, monkeypatch
         assert paths_of(grown, row) == [tuple(range(row, row + n)) for n in range(1, 5)]
 
 
+def test_nodes_behind_a_draft_without_numbers_do_not_push_out_their_parents(target, monkeypatch):
+    """A draft that gives NaN behind one token: no node stands at a place that is not its own."""
+    right = probabilities
+
+    def broken(row: int, path: tuple[int, ...]) -> torch.Tensor:
+        is_unsure = len(path) == 1 and right(row, ()).argsort(descending=True).tolist().index(path[0]) >= 2
+        return right(row, path) * float("nan") if is_unsure else right(row, path)
+
+    monkeypatch.setattr("tests.unit.runtime.test_dynamic_tree.probabilities", broken)
+    grown = grow(target, DynamicTree(9, 3), depth=3, num_nodes=9)
+    for row in range(3):
+        depths = grown.trees.layout.offsets_BL[row].tolist()
+        assert depths == [0, *(len(path) for path in paths_of(grown, row))]
+
+
 # What is decoded
 
 

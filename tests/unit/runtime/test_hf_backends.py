@@ -199,6 +199,13 @@ def test_what_cannot_be_applied_is_refused_by_name(
             backend.generate([request])
 
 
+def test_assisted_generation_does_not_speculate_against_the_word(target: LlamaForCausalLM) -> None:
+    request = Request([3], 2, speculate=False)
+    assert len(HFGenerate(target).generate([request])) == 1
+    with pytest.raises(ValueError, match="speculate=False"):
+        HFAssisted(target, target, num_speculative_tokens=1).generate([request])
+
+
 def test_assisted_generation_refuses_batches(target: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="batch 1 only"):
         HFAssisted(target, target, num_speculative_tokens=2, max_batch_size=4)

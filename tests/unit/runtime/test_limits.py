@@ -116,6 +116,8 @@ def test_wrong_shortlists_are_refused(target, random_draft, ids):
         ("gamma", "best"),
         ("acceptance", "maybe"),
         ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", 2.5),
+        ("max_batch_size", "8"),
         ("max_batch_size", 0),
         ("verify_width", 3),
         ("eta", 0.0),
@@ -127,3 +129,21 @@ def test_wrong_shortlists_are_refused(target, random_draft, ids):
 def test_wrong_settings_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):
         DecoderConfig(**{field: value})
+
+
+@pytest.mark.parametrize("width_invariant", [False, True])
+def test_more_proposals_than_there_are_scratch_positions(target, llama, hf_greedy, width_invariant):
+    """A row near the end of the draft's context takes part in the steps of one that proposes 100: its keys stay in its slot."""
+    draft = llama(seed=0, num_layers=3, max_position_embeddings=128)  # else the target
+    prompts = [[5, 6, 7], list(range(3, 97)) + list(range(3, 29))]
+    config = DecoderConfig(
+        num_speculative_tokens=100, max_draft_tokens=200, max_batch_size=3, width_invariant=width_invariant
+    )
+    outputs = SpeculativeDecoder(target, draft, config).generate([Request(p, 110, ignore_eos=True) for p in prompts])
+    assert [o.token_ids for o in outputs] == [hf_greedy(target, p, 110, eos_token_id=None) for p in prompts]
+    assert outputs[0].stats.num_rounds == 2
+
+
+def test_a_draft_on_another_device_is_refused(target, llama):
+    with pytest.raises(ValueError, match="is on meta, the target on cpu"):
+        SpeculativeDecoder(target, llama(seed=5, num_layers=1).to("meta"))

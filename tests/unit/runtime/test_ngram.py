@@ -1,6 +1,7 @@
 """Proposals looked up in the text: they are what a search by hand finds, and no output changes."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -141,6 +142,22 @@ def test_a_seeded_row_gives_the_same_alone_and_in_any_batch(target):
     alone = [decoder(target, max_batch_size=1).generate([r])[0].token_ids for r in requests]
     together = decoder(target, max_batch_size=4).generate(list(reversed(requests)))
     assert [o.token_ids for o in reversed(together)] == alone
+
+
+def test_the_index_of_a_finished_row_is_let_go(target, monkeypatch):
+    """A call with many requests kept the n-grams of every one of them until its end."""
+    made = []
+
+    def recorded(*args) -> NgramIndex:
+        index = NgramIndex(*args)
+        made.append(weakref.ref(index))
+        return index
+
+    monkeypatch.setattr("specdec_runtime.ngram.NgramIndex", recorded)
+    requests = [Request([5, 6, 5, 6, n], 12, ignore_eos=True) for n in range(3, 11)]
+    for event in decoder(target, max_batch_size=2).stream(requests):
+        assert sum(index() is not None for index in made) <= 2 - (event.output is not None)
+    assert len(made) == 8
 
 
 def test_limits_hold_for_it_too(target):

@@ -49,9 +49,12 @@ def test_finished_rows_leave_and_the_others_close_up():
     assert len(scheduler.admit()) == 4
     for i in (0, 3):
         rows[i].finish_reason = "stop"
+    for each in rows:
+        each.hidden_H = torch.zeros(4)
     finished, moves = scheduler.retire()
     assert [any(f is rows[i] for f in finished) for i in range(5)] == [True, False, False, True, False]
     assert moves[-1] == (2, 0)
+    assert [r.hidden_H is None for r in rows] == [True, False, False, True, False]  # of which a GPU has no more than of slots
     assert [r is x for r, x in zip(scheduler.active, (rows[2], rows[1]), strict=True)] == [True, True]
     assert [r is rows[4] for r in scheduler.admit()] == [True]
 
@@ -79,6 +82,22 @@ def test_unfinished_characters_wait():
     search = finder("x")
     search.add([1, 6])
     assert search.text == "Hello"
+
+
+def test_a_token_ends_with_the_character_of_which_it_holds_a_part():
+    """The letters before it are found at once; it is safe, and lies before a string, only when its character does."""
+    search = StopStringFinder(lambda ids: b"".join(BYTES[i] for i in ids).decode("utf-8", errors="replace"), ["x", "b"])
+    assert search.add([1, 2]) is None  # "a", and the first byte of a euro sign behind "c"
+    assert (search.text, search.num_safe_tokens()) == ("ac", 1)
+    assert search.add([3]) is None
+    assert (search.text, search.num_safe_tokens()) == ("ac", 1)
+    assert search.add([4]) is None
+    assert (search.text, search.num_safe_tokens()) == ("ac\N{EURO SIGN}", 4)
+    assert search.add([5, 1]) == 4
+    assert (search.text, search.has_found) == ("ac\N{EURO SIGN}", True)
+
+
+BYTES = {1: b"a", 2: b"c\xe2", 3: b"\x82", 4: b"\xac", 5: b"b\xe2"}
 
 
 def test_slot_cache_writes_and_rolls_back_by_position():

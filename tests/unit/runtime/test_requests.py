@@ -189,6 +189,15 @@ def test_lossy_rules_accept_more_and_say_so(target, near_draft, prompts, accepta
         ("logit_bias", {3: float("inf")}),
         ("logit_bias", {"AI": -100}),
         ("logit_bias", {3: None}),
+        ("logit_bias", {3.5: 1.0}),
+        ("logit_bias", [3, 4]),
+        ("max_new_tokens", None),
+        ("min_new_tokens", None),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("top_p", [0.9]),
+        ("stop", [7]),
+        ("stop", 7),
     ],
 )
 def test_wrong_values_are_refused_by_name(field, value):
@@ -218,6 +227,19 @@ def test_ids_come_as_tensors_and_arrays_too_and_biases_from_json():
     assert other == plain
     with pytest.raises(ValueError, match="row by row"):
         Request(torch.tensor([[5, 6, 7]]))
+
+
+def test_numbers_of_arrays_and_above_the_vocabulary_are_numbers(target, near_draft):
+    """NumPy's own integers have a width, at which a seed and its mask overflowed in the middle of a call."""
+    settings = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "top_k": 96, "logprobs": 2}
+    arrays = {
+        "temperature": np.float64(0.9), "top_p": torch.tensor(0.95, dtype=torch.float64), "seed": np.int64(7), "top_k": 10**30,
+        "logprobs": np.int32(2),
+    }  # fmt: skip
+    one = decoder(target, near_draft)
+    expected, output = one.generate([Request([5, 6], 12, **settings), Request(np.array([5, 6]), np.int64(12), **arrays)])
+    assert output.token_ids == expected.token_ids
+    assert output.logprobs.top_ids == expected.logprobs.top_ids
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1e-20}, {"temperature": 1.0, "top_p": 1e-50}])
@@ -255,3 +277,25 @@ def test_a_target_whose_logits_are_no_numbers_is_told_about(llama, target, caplo
     assert "NaN" not in caplog.text, "a draft may propose what it likes"
     decoder(broken, None).generate([Request([5, 6, 7], 4), Request([5], 4)])
     assert caplog.text.count("logits of request 0 are NaN") == 1
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_a_stop_string_takes_all_tokens_of_its_first_character_with_it(target, gamma):
+    """A character of two bytes, each a token: the first one is neither kept nor streamed, though no text came of it alone."""
+    whole = decoder(target, None).generate([Request([5, 6, 7], 40, ignore_eos=True)])[0].token_ids
+    at = next(i for i in range(4, 39) if not {*whole[i : i + 2]} & {*whole[:i]} and whole[i] != whole[i + 1])
+    halves = dict(zip(whole[at : at + 2], "é".encode(), strict=True))
+
+    def text(ids: list[int]) -> str:
+        return bytes(halves.get(i, ord("a") + i % 26) for i in ids).decode("utf-8", errors="replace")
+
+    config = DecoderConfig(num_speculative_tokens=gamma)
+    maker = SpeculativeDecoder(target, target if gamma else None, config, detokenize=text)
+    streamed = []
+    for event in maker.stream([Request([5, 6, 7], 40, stop=["é"], ignore_eos=True)]):
+        streamed += event.token_ids
+    assert (event.output.token_ids, event.output.text) == (whole[:at], text(whole[:at]))
+    assert streamed == whole[:at]
+    # Cut in the middle of the character: the text is that of the tokens, whether or not a string was looked for.
+    cut = maker.generate([Request([5, 6, 7], at + 1, stop=stop, ignore_eos=True) for stop in ((), ["never"])])
+    assert [output.text for output in cut] == [text(whole[: at + 1])] * 2

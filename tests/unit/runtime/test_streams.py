@@ -126,3 +126,43 @@ def test_rows_that_finish_together_leave_the_others_alone(target, hf_greedy):
     for request, output in zip(requests, outputs, strict=True):
         expected = hf_greedy(target, request.prompt_token_ids, request.max_new_tokens, eos_token_id=-1)
         assert output.token_ids == expected
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_request_without_numbers_leaves_nothing_to_the_next_ones(llama, gamma, batch):
+    """vllm 22180: a prompt that overflows ends as NaN; who takes its slot, or is moved to it, gets what it gets alone."""
+    model = llama(seed=0, num_layers=3)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = float("nan")
+    settings = {"ignore_eos": True, "logit_bias": {13: -float("inf")}}
+    broken = Request([13] * 50, 4, **settings)
+    good = [Request([5, 6, 7], 30, **settings), Request([8, 9], 20, **settings)]
+
+    def decoder() -> SpeculativeDecoder:
+        config = DecoderConfig(num_speculative_tokens=gamma, max_batch_size=batch)
+        return SpeculativeDecoder(model, model if gamma else None, config)
+
+    alone = [decoder().generate([request])[0] for request in good]
+    together = decoder().generate([broken, *good])[1:]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.stats.num_accepted for o in together] == [o.stats.num_accepted for o in alone]
+
+
+def test_a_broken_sequence_leaves_nothing_to_a_shared_prefix(llama):
+    model = llama(seed=0, num_layers=3)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = float("nan")
+    request = Request([5, 6, 7, 8], 12, ignore_eos=True, logit_bias={13: -float("inf")})
+    config = DecoderConfig(num_speculative_tokens=0, max_batch_size=1, max_length=128)
+    decoder = SpeculativeDecoder(model, None, config)
+    alone = finished(decoder, [request])
+    decoder.generate([Request([13] * 50, 4)])
+    assert finished(decoder, [request], shared_prefix=[5, 6, 7]) == alone
+
+
+@pytest.mark.parametrize("prefix", [[5] * 500, [5, 6, 97], [-1], torch.tensor([5, 6])])
+def test_a_prefix_that_no_prompt_can_have_is_left_out(target, hf_greedy, prefix):
+    decoder = SpeculativeDecoder(target, None, DecoderConfig(num_speculative_tokens=0))
+    outputs = finished(decoder, [Request([5, 6, 7], 8)], shared_prefix=prefix)
+    assert outputs == [hf_greedy(target, [5, 6, 7], 8)]
