@@ -29,8 +29,9 @@ from pipeline.corpus.backends.candidates import pack, require_raw
 from pipeline.corpus.backends.native import NativeCorpusBackend
 from pipeline.corpus.backends.vllm import VllmCorpusBackend
 from pipeline.corpus.rescore import RescoringBackend, rescore
+from pipeline.corpus_schema import CorpusConfig
 from pipeline.random_target import build_model
-from pipeline.schema import Config, CorpusConfig, RandomModelConfig
+from pipeline.schema import Config, RandomModelConfig
 from pipeline.stages import config_subtree
 from tests.unit.pipeline.corpus_contract import (
     PROMPTS,
