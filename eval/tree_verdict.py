@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from eval.bench_conditions import Condition, tree_name
 from eval.bench_measure import Measurement
 from eval.bootstrap import Interval, bootstrap_speedup
+from eval.draft_verdict import shows_gain
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def judge_trees(measurements: Sequence[Measurement], *, num_bootstrap: int, seed
     ratio = bootstrap_speedup(
         tree.num_tokens, tree.seconds, chain.num_tokens, chain.seconds, num_bootstrap=num_bootstrap, seed=seed
     )
-    chosen = tree if ratio.low > 1 else chain
+    chosen = tree if shows_gain(ratio.low, ratio.high) else chain
     reason = _comparison(tree, chain, ratio)
     if _speed(plain) > _speed(chosen):
         reason += f" Plain decoding is faster than both: {_speed(plain):.1f} tokens/s against {_speed(chosen):.1f}."
@@ -58,7 +59,7 @@ def parts_ms(measurement: Measurement) -> dict[str, float]:
 def _comparison(tree: Measurement, chain: Measurement, ratio: Interval) -> str:
     of_tree, of_chain = parts_ms(tree), parts_ms(chain)
     tau_tree, tau_chain = tree.stats.block_efficiency, chain.stats.block_efficiency
-    verdict = "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "not faster beyond chance"
+    verdict = "faster" if shows_gain(ratio.low, ratio.high) else "slower" if ratio.high < 1 else "not faster beyond chance"
     parts = ", ".join(f"{name} {of_tree[name]:.1f} against {of_chain[name]:.1f}" for name in ("draft", "verify", "overhead"))
     return (
         f"{way_of(tree.condition)} is {verdict} than {way_of(chain.condition)}: {ratio.value:.3f} [{ratio.low:.3f}, "

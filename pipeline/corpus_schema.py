@@ -104,6 +104,10 @@ class CorpusConfig:
         for name in ("max_question_tokens", "min_question_tokens", "max_prompt_tokens", "max_new_tokens", "batch_size", "shard_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"corpus.{name}={getattr(self, name)}: must be at least 1")
+        if self.min_question_tokens > self.max_question_tokens:
+            raise ValueError(
+                f"corpus.min_question_tokens={self.min_question_tokens}: must be at most max_question_tokens={self.max_question_tokens}"
+            )
         if self.num_prompts is None and self.prompts is None and (not self.mixture or any(s.prompts is None for s in self.mixture)):
             raise ValueError("corpus.num_prompts=null: say how many questions the target shall invent, or set corpus.prompts")
         if self.num_prompts is not None and self.num_prompts < 1:

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.schema import Config
 from pipeline.store import file_revision, read_record, write_json
@@ -59,6 +60,10 @@ class RemoteStore:
                 f"artifacts_store={url!r} cannot be written: {_said(error)}. Check the place and the credentials, or set "
                 "artifacts_store=null to keep everything in artifacts_dir alone"
             ) from error
+
+    def is_folder(self, folder: Path) -> bool:
+        """Whether the store is this folder of this machine."""
+        return isinstance(self.fs, LocalFileSystem) and Path(self.root).resolve() == folder.resolve()
 
     def fetch(self, stage: str, fingerprint: str, folder: Path) -> bool:
         """Put the finished stage at `folder`, as a whole or not at all; False where the store does not have it."""

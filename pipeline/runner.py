@@ -37,6 +37,8 @@ def run_stages(config: Config) -> dict[str, Path]:
     transformers_logging.disable_progress_bar()  # one for each small file that is read
     store = Store(Path(config.artifacts_dir))
     remote = None if config.artifacts_store is None else RemoteStore(config.artifacts_store)
+    if remote is not None and remote.is_folder(Path(config.artifacts_dir)):
+        raise ValueError(f"artifacts_store={config.artifacts_store!r} is artifacts_dir itself: name another place, or set it to null")
     check_inputs(config)
     run = _Run(config, store, resolve_target(config), remote)
     return run.walk()

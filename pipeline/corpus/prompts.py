@@ -145,4 +145,7 @@ def text_ids(
     if not value.strip():
         raise SkippedRow("empty")
     require_unicode(value)
-    return list(tokenizer.encode(value))[:prefix_tokens]
+    ids = list(tokenizer.encode(value))
+    if ids[-1:] == [tokenizer.eos_token_id] and not value.endswith(str(tokenizer.eos_token)):
+        ids.pop()  # some tokenizers append one, and nothing follows that
+    return ids[:prefix_tokens]

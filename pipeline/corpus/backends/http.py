@@ -86,7 +86,10 @@ class Servers:
         Raises:
             EngineFailure: there is none to be had.
         """
-        return self._retried("GET", path, None, [url])
+        try:
+            return self._retried("GET", path, None, [url])
+        except Refused as refusal:
+            raise EngineFailure(f"{url}{path}: {refusal}") from refusal
 
     def post(self, path: str, body: dict[str, Any], control: dict[str, Any]) -> Any:
         """The JSON that some server answers, retried.

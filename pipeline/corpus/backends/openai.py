@@ -41,7 +41,7 @@ class OpenAICorpusBackend:
     def _model(self, wanted: Optional[str]) -> str:
         found: Optional[str] = None
         for url in self.servers.urls:
-            listed = [str(entry["id"]) for entry in self.servers.get(url, "/models").get("data", [])]
+            listed = _model_ids(url, self.servers.get(url, "/models"))
             wanted = wanted or found
             if (wanted not in listed) if wanted else len(listed) != 1:
                 raise EngineFailure(
@@ -192,6 +192,15 @@ def _check_end(token_ids: list[int], finish_reason: str, row: Row, options: Opti
             f"corpus.backend=openai: a response of {len(token_ids)} tokens with finish_reason={finish_reason!r} has stop tokens at "
             f"{ends[:3]}: the server leaves them out or goes on past them (SGLang: corpus.engine_args={{no_stop_trim: true}})"
         )
+
+
+def _model_ids(url: str, answer: Any) -> list[str]:
+    try:
+        return [str(entry["id"]) for entry in answer["data"]]
+    except (KeyError, TypeError) as error:
+        raise EngineFailure(
+            f"corpus.base_urls: {url}/models is no list of models: {str(answer)[:300]}. Give the address that ends in /v1"
+        ) from error
 
 
 def _candidates(entry: Any) -> dict[int, float]:

@@ -85,6 +85,8 @@ def test_a_tree_must_be_ahead_of_the_chain_beyond_chance() -> None:
     noisy = timed([16, 10, 20, 14], gamma=2, tree="3x2")
     verdict = judge_trees([plain, slow, chain, noisy], num_bootstrap=200, seed=0)
     assert verdict.chosen is chain and "not faster beyond chance" in verdict.reason
+    verdict = judge_trees([timed([10]), timed([14], gamma=2), timed([16], gamma=2, tree="3x2")], num_bootstrap=200, seed=0)
+    assert way_of(verdict.chosen.condition) == "chain 2", "one prompt shows nothing"
     worse = timed([12, 13, 11, 12], gamma=2, tree="3x2", tau=2.5)
     verdict = judge_trees([plain, slow, chain, worse], num_bootstrap=200, seed=0)
     assert verdict.chosen is chain and verdict.tree_over_chain.high < 1 and "slower" in verdict.reason

@@ -33,6 +33,7 @@ class FakeServer:
     url: str = ""
     fault_of: Callable[[int], Optional[str]] = lambda number: None
     change: Callable[[dict[str, Any], dict[str, Any]], None] = lambda answer, body: None
+    models: tuple[int, bytes] = (200, b'{"data": [{"id": "tiny"}]}')
     max_logprobs: int = 64
     retry_after_s: float = 0.01
     dies_after: Optional[int] = None
@@ -118,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+        self._send(*self.fake.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -90,5 +90,13 @@ def test_the_served_model_must_be_known_to_all_servers(server: FakeServer) -> No
     client = Servers([server.url], RetryPolicy(0, 5.0), num_connections=1)
     with pytest.raises(EngineFailure, match=r"corpus.served_model=other: .* serves \['tiny'\]"):
         OpenAICorpusBackend(client, served_model="other", num_in_flight=1, extra={})
+    for answer in (b"[]", b'{"object": "list"}', b'{"data": ["tiny"]}', b'"moved"'):
+        server.models = (200, answer)
+        with pytest.raises(EngineFailure, match=r"/models is no list of models: .* ends in /v1"):
+            engine_of(server)
+    for status in (400, 413, 422):
+        server.models = (status, b"no")
+        with pytest.raises(EngineFailure, match=rf"/models: .*HTTP {status}"):
+            engine_of(server)
     with pytest.raises(EngineFailure, match=r"no server answers any more"):
         engine_of("http://127.0.0.1:9", max_retries=1)

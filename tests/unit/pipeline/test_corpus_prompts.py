@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from tokenizers.processors import TemplateProcessing
 
 from pipeline.corpus import check_prompts
+from pipeline.corpus.prompts import text_ids
 from pipeline.corpus_schema import ShareConfig
 from tests.unit.pipeline.corpus_samples import tiny_config, tiny_tokenizer
 from tests.unit.pipeline.corpus_sources import chat, load, texts, with_template, write_jsonl
@@ -241,6 +243,18 @@ def test_base_model_gets_the_bare_text_or_its_first_tokens(tmp_path: Path) -> No
     assert dict(accounting.skipped) == {"messages_for_a_base_model": 1, "empty": 1}
     cut = load(path, tmp_path, chat=False, prefix_tokens=3)[0]
     assert [prompt.token_ids for prompt in cut] == [prompts[0].token_ids[:3]]
+
+
+def test_a_base_models_prompt_does_not_end_with_the_end_that_its_tokenizer_appends() -> None:
+    plain, appending = tiny_tokenizer(), tiny_tokenizer()
+    end = str(appending.eos_token)
+    appending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, appending.eos_token_id)]
+    )
+    assert appending.encode("Once upon")[-1] == appending.eos_token_id
+    assert text_ids("Once upon", appending) == text_ids("Once upon", plain)
+    assert text_ids("Once upon", appending, prefix_tokens=2) == text_ids("Once upon", plain)[:2]
+    assert text_ids("Once" + end, plain)[-1] == plain.eos_token_id, "the user's own stays"
 
 
 def test_domains_come_from_a_column_and_tell_sources_apart(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_topics_fill_the_system_prompts() -> None:
 
 
 def test_no_usable_question_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="min_question_tokens=49: must be at most max_question_tokens=48"):
+        CorpusConfig(min_question_tokens=49)
     with pytest.raises(ValueError, match="no usable question in 16 tries"):
         make_questions(tmp_path, num_prompts=4, min_question_tokens=48)
 

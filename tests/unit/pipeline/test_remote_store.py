@@ -191,6 +191,13 @@ def test_a_store_that_cannot_be_used_is_said_before_any_work(walk: Walk, store: 
     assert calls == []
 
 
+def test_the_folder_of_the_artifacts_is_no_store_for_them(walk: Walk, tmp_path: Path) -> None:
+    calls, run = walk
+    with pytest.raises(ValueError, match="is artifacts_dir itself"):
+        run("one", (tmp_path / "one").as_uri())
+    assert calls == []
+
+
 def test_two_uploads_of_the_same_work_leave_one_whole(tmp_path: Path, url: str) -> None:
     """As two machines may make the same stage at a time, with other bytes in it."""
     fingerprint = "f" * 64
