@@ -120,7 +120,7 @@ def test_an_engine_that_fails_is_started_once_more(tmp_path: Path, monkeypatch: 
 
 def test_ray_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"corpus\.backend=ray: .*pip install 'draftsmith\[ray\]'"):
+    with pytest.raises(ValueError, match=r"corpus\.backend=ray: .*pip install -e '.\[ray\]'"):
         opened(ray_config(tmp_path), tmp_path / "work")
 
 

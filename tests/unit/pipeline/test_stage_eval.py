@@ -164,4 +164,4 @@ def test_answers_of_one_token_are_measured(tmp_path: Path) -> None:
     for row in result["decoded"]:
         assert row["judged_acceptance"] is row["from_text"]["judged_acceptance"] is None
         assert row["block_efficiency"]["value"] == row["from_text"]["block_efficiency"]["value"] == 1
-        assert "agrees" not in row
+        assert row["agrees"] is None
