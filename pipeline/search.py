@@ -155,7 +155,7 @@ class Search:
 
     def _title(self) -> str:
         where = "T = 0" if self.plan.temperature == 0 else f"T = {self.plan.temperature:g}, {self.plan.sampler}"
-        return f"Acceptance against draft cost, {where}; labels: predicted speedup after the first round"
+        return f"Acceptance against draft cost, {where}; labels: predicted speedup after each one's last round"
 
     def _advice(self, winner: str) -> str:
         settings = shlex.join([*self.words, *self.plan.candidates[winner]])

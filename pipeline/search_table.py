@@ -47,7 +47,8 @@ def markdown_table(rungs: Rungs) -> str:
 
 
 def pareto_figure(rungs: Rungs, *, title: str) -> Figure:
-    """alpha against the time of a draft step, one colour per round; the line is the first round's Pareto front."""
+    """alpha against the time of a draft step, one colour per round, a line up from round to round. Labels: the predicted speedup after
+    a candidate's last round. The dashed line is the first round's Pareto front."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     first = rungs[0].results
@@ -61,15 +62,19 @@ def pareto_figure(rungs: Rungs, *, title: str) -> Figure:
         linewidth=1,
     )
     for index, rung in enumerate(rungs):
-        scores = rung.results.values()
+        results = rung.results.values()
         axes.scatter(
-            [score.draft_ms for score in scores],
-            [score.acceptance_rate for score in scores],
+            [score.draft_ms for score in results],
+            [score.acceptance_rate for score in results],
             color=_COLORS[index % len(_COLORS)],
-            label=f"{rung.budget:g} minutes",
+            label=f"{rung.budget:g} min",
             zorder=3,
         )
-    for name, score in first.items():
+    for name in first:
+        scores = [rung.results[name] for rung in rungs if name in rung.results]
+        score = scores[-1]
+        places = [one.draft_ms for one in scores], [one.acceptance_rate for one in scores]
+        axes.plot(*places, color="#7f7f7f", linewidth=0.8, zorder=1)
         axes.annotate(
             f"{name}\n{score.speedup:.2f}x", (score.draft_ms, score.acceptance_rate), xytext=(6, -4),
             textcoords="offset points", fontsize=8,

@@ -203,7 +203,7 @@ def test_table_and_plot_show_every_round() -> None:
     assert [line.split(" | ")[1] for line in lines[3:6]] == ["a *", "b *", "c"]
     axes = pareto_figure(rungs, title="t").axes[0]
     assert len(axes.collections) == 2
-    assert {text.get_text().split("\n")[0] for text in axes.texts} == {"a", "b", "c"}
+    assert {text.get_text(): text.xy for text in axes.texts} == {"a\n1.30x": (5, 0.55), "b\n1.10x": (3, 0.4), "c\n1.00x": (4, 0.3)}
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (conf_dir() / "search").glob("*.yaml")))
