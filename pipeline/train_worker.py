@@ -40,6 +40,11 @@ def main() -> None:
         kind = next(name for name, known in REPORTED.items() if isinstance(error, known))
         write_json(work_dir / LAUNCH / f"error-{processes.rank}.json", {"kind": kind, "message": str(error)})
         raise
+    # All is on the disk. PyTorch's threads may abort a process that takes itself down in order ("terminate called without an active
+    # exception"), which would look like a failed training.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _train(work_dir: Path, call: LaunchedCall, processes: Processes) -> None:

@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from pipeline.corpus.backends.ray_actor import (
     prompt_rows,
     prompt_table,
 )
+from pipeline.corpus.rows import Row
 from pipeline.corpus.stage import run_corpus
 from pipeline.corpus.target_info import load_target_info
 from pipeline.corpus_schema import CorpusConfig
@@ -150,23 +150,31 @@ def test_contract(local_ray: Any, tmp_path: Path) -> None:
     assert local_ray.is_initialized(), "only a Ray of its own is ended"
 
 
-class Killer(threading.Thread):
-    """Kills an actor's process by SIGKILL whenever three more shards are there, `num_kills` times."""
+class Killer:
+    """Kills an actor's process by SIGKILL whenever twelve more rows have come in, `num_kills` times; more only come in when it is dead."""
 
-    def __init__(self, work: Path, num_kills: int) -> None:
-        super().__init__(daemon=True)
-        self.work, self.num_kills, self.killed = work, num_kills, list[int]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, num_kills: int) -> None:
+        self.num_kills, self.killed, self.num_rows = num_kills, list[int](), 0
+        generate = RayCorpusBackend.generate
 
-    def run(self) -> None:
-        for number in range(self.num_kills):
-            while len(list((self.work / "shards").glob("*.parquet"))) < 3 * (number + 1):
-                time.sleep(0.005)
-            actors = [
-                child for child in psutil.Process().children(recursive=True)
-                if "EngineActor.answer" in " ".join(child.cmdline()) and child.pid not in self.killed
-            ]  # fmt: skip
-            actors[0].send_signal(signal.SIGKILL)
-            self.killed.append(actors[0].pid)
+        def watched(backend: RayCorpusBackend, rows: Iterable[Row], options: Options) -> Iterator[FinishedRow]:
+            for finished in generate(backend, rows, options):
+                yield finished
+                self.num_rows += 1
+                if len(self.killed) < self.num_kills and self.num_rows == 12 * (len(self.killed) + 1):
+                    self.kill()
+
+        monkeypatch.setattr(RayCorpusBackend, "generate", watched)
+
+    def kill(self) -> None:
+        actors = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # others may end meanwhile
+                if child.pid not in self.killed and "EngineActor" in " ".join(child.cmdline()):
+                    actors.append(child)
+        actors[0].send_signal(signal.SIGKILL)
+        actors[0].wait(30)
+        self.killed.append(actors[0].pid)
 
 
 def equal_corpora(first: Path, second: Path) -> bool:
@@ -178,16 +186,14 @@ def equal_corpora(first: Path, second: Path) -> bool:
 
 @needs_ray
 @pytest.mark.slow
-def test_killed_actors_lose_nothing(local_ray: Any, tmp_path: Path) -> None:
+def test_killed_actors_lose_nothing(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The corpus is that of one process that nobody disturbed: questions, and sampled rows included (float32)."""
     settings: dict[str, Any] = {"num_prompts": NUM_ROWS, "shard_rows": 4, "batch_size": 2}
     alone = make_context(tiny_config(tmp_path, **settings), tmp_path / "alone")
     run_corpus(alone)
     killed = make_context(ray_config(tmp_path, **settings), tmp_path / "killed")
-    killer = Killer(killed.work_dir, num_kills=2)
-    killer.start()
+    killer = Killer(monkeypatch, num_kills=2)
     figures = run_corpus(killed)
-    killer.join(10)
     assert len(set(killer.killed)) == 2
     assert figures["num_written"] == NUM_ROWS and figures["num_failed"] == 0
     assert equal_corpora(alone.work_dir, killed.work_dir)
@@ -195,15 +201,16 @@ def test_killed_actors_lose_nothing(local_ray: Any, tmp_path: Path) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_where_no_restart_is_allowed_the_next_run_goes_on(local_ray: Any, tmp_path: Path) -> None:
-    prompts, num_rows = tmp_path / "prompts.jsonl", 4 * NUM_ROWS  # on a busy machine a kill comes late
+def test_where_no_restart_is_allowed_the_next_run_goes_on(
+    local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, num_rows = tmp_path / "prompts.jsonl", 2 * NUM_ROWS
     prompts.write_text("\n".join(json.dumps({"prompt": f"What is {i} and {i * i}?"}) for i in range(num_rows)))
     settings: dict[str, Any] = {"prompts": str(prompts), "num_prompts": None, "shard_rows": 4, "batch_size": 2}
     alone = make_context(tiny_config(tmp_path, **settings), tmp_path / "alone")
     run_corpus(alone)
     killed = make_context(ray_config(tmp_path, max_retries=0, ray_num_actors=1, **settings), tmp_path / "killed")
-    killer = Killer(killed.work_dir, num_kills=1)
-    killer.start()
+    Killer(monkeypatch, num_kills=1)
     with pytest.raises(EngineFailure, match=r"corpus\.backend=ray: .*died.* Finished rows are kept"):
         run_corpus(killed)
     kept = {file: file.stat().st_mtime_ns for file in (killed.work_dir / "shards").glob("*.parquet")}
