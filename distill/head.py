@@ -50,6 +50,10 @@ class LMHead:
         logits_CV = raw_CV if self.scale == 1.0 else raw_CV * self.scale
         return logits_CV if not self.softcap else torch.tanh(logits_CV / self.softcap) * self.softcap
 
+    def logits(self, hidden_CH: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+        """fp32 logits (C, V) of the model's own forward, computed in `compute_dtype` (None: the weights')."""
+        return self.finish(self.project(hidden_CH, compute_dtype or self.weight_VH.dtype))
+
     def to(self, dtype: torch.dtype) -> "LMHead":
         """A detached copy in `dtype`: a frozen head is cast once, not at every step."""
         bias = None if self.bias_V is None else self.bias_V.detach().to(dtype)

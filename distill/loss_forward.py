@@ -108,8 +108,7 @@ class LossForward:
 
         def chunk_loss(logits_CV: Tensor, start: int, end: int) -> Tensor:
             with torch.no_grad():
-                raw = target_head.project(target_SH[start:end], target_head.weight_VH.dtype)
-                target_CV = target_head.finish(raw)
+                target_CV = target_head.logits(target_SH[start:end])
             tokens_C = None if tokens_S is None else tokens_S[start:end]
             return self.objective.full(target_CV, logits_CV, tokens_C, self.rows)
 

@@ -95,8 +95,7 @@ class MedusaLoss(nn.Module):
 
         def live(logits_CV: Tensor, start: int, end: int) -> Tensor:
             with torch.no_grad():
-                raw_CV = target_head.project(hidden_SH[to_N[start:end]], target_head.weight_VH.dtype)
-                target_CV = target_head.finish(raw_CV)
+                target_CV = target_head.logits(hidden_SH[to_N[start:end]])
             return self.objective.full(target_CV, logits_CV, tokens_N[start:end], rows)
 
         return live

@@ -30,8 +30,7 @@ def require_matching_forward(model: PreTrainedModel) -> None:
         }
         packed = supervised_hidden(model, both)
         hidden = model.base_model(input_ids=alone, position_ids=positions, use_cache=False).last_hidden_state[0]
-        head = LMHead.of(model)
-        logits = head.finish(head.project(hidden, head.weight_VH.dtype))
+        logits = LMHead.of(model).logits(hidden)
     model.train(was_training)
     tolerance = TOLERANCE if model.dtype == torch.float32 else 5e-2
     if _distance(logits, expected) > tolerance:

@@ -56,7 +56,7 @@ def position_losses(
     with torch.no_grad(), torch.autocast(hidden_SH.device.type, enabled=False):
         for start in range(0, len(hidden_SH), chunk_tokens):
             end = min(start + chunk_tokens, len(hidden_SH))
-            logits_CV = head.finish(head.project(hidden_SH[start:end], compute_dtype))
+            logits_CV = head.logits(hidden_SH[start:end], compute_dtype)
             losses.append(loss_of(logits_CV, start, end))
     return torch.cat(losses)
 

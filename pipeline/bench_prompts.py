@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.teacher_forcing import context_length
 from pipeline.corpus.prompts import SkippedRow, row_ids
-from pipeline.corpus.sources import COLUMNS, BadRow, question_of, read_rows
+from pipeline.corpus.sources import COLUMNS, BadRow, printable, question_of, read_rows
 
 FIELD = "bench.prompts"
 PROMPT_COLUMNS = ("turns", *COLUMNS)
@@ -128,7 +128,7 @@ def file_prompts(
     chosen = PromptSet(Path(path).name)
     by_category: dict[str, list[tuple[str, list[int]]]] = {}
     for number, row in enumerate(_read(path, field)):
-        name = _printable(row.get("question_id", f"row {number}"))
+        name = printable(row.get("question_id", f"row {number}"))
         try:
             ids = row_ids(row if isinstance(row, BadRow) else _asked(row), tokenizer, chat=chat)
         except SkippedRow as skipped:
@@ -137,7 +137,7 @@ def file_prompts(
         if len(ids) > max_tokens:
             chosen.skip("prompt_too_long", name)
         else:
-            category = _printable(row.get("category") or row.get("domain") or "")
+            category = printable(row.get("category") or row.get("domain") or "")
             by_category.setdefault(category, []).append((name, ids))
     in_turn = chain.from_iterable(
         zip_longest(*([(c, *row) for row in rows] for c, rows in by_category.items()))
@@ -173,11 +173,6 @@ def _asked(row: dict[str, Any]) -> Any:
         return value
     first = value[0] if value else None
     return first.get("content") if isinstance(first, dict) else first
-
-
-def _printable(value: Any) -> str:
-    """A name or category: what is no text in the file's encoding cannot be written to a page or a result."""
-    return str(value).encode(errors="replace").decode()
 
 
 def _require_some(chosen: PromptSet, max_tokens: int, *, group: str = "bench") -> PromptSet:

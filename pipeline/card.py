@@ -110,7 +110,7 @@ def _verdict(report: Report) -> str:
 
 
 def _paying_elsewhere(report: Report, best: BenchRow) -> str:
-    """Other measured settings whose interval is above 1, or what would be needed at the best gamma (Soup 843)."""
+    """Other measured settings whose interval is above 1, or what would be needed at the best gamma."""
     paying = [row for row in report["bench"] if row["draft"] == "distilled" and shows_gain(row["low"], row["high"])]
     if paying:
         shown = ", ".join(

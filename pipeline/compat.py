@@ -102,7 +102,7 @@ def _served_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_context_length(target: PreTrainedConfig, draft: PreTrainedConfig) -> list[Finding]:
-    """A draft that ends before its target collapses or crashes there (SpecForge 271, vllm 58080)."""
+    """A draft that ends before its target collapses or crashes there (SpecForge issue 271, vLLM issue 58080)."""
     length_target, length_draft = _served_length(target), _served_length(draft)
     if length_draft is None or (length_target is not None and length_draft >= length_target):
         return []

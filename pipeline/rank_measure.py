@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -157,7 +157,7 @@ def measure_speedups(
             Condition("native", name, gamma, temperature, 1)
             for gamma in gammas_to_measure(verdict, config.preflight.max_gamma)
         ]
-    factory = BackendFactory(target, drafts, replace(config.runtime))
+    factory = BackendFactory(target, drafts, config.runtime)
     minutes = DEFAULT_MAX_MINUTES if bench.max_minutes is None else bench.max_minutes
     measurements = measure(
         factory, conditions, prompts[: bench.num_prompts], bench, deadline_s=time.perf_counter() + 60 * minutes

@@ -13,8 +13,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -25,6 +27,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 Composer = Callable[..., Config]
 Entry = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def processes_below(parent: int, word: str) -> set[psutil.Process]:
+    """Those that live below a process, and have the word in their name or command."""
+    found = set()
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):  # others may end meanwhile
+            if child.status() != psutil.STATUS_ZOMBIE and word in " ".join([child.name(), *child.cmdline()]):
+                found.add(child)
+    return found
 
 
 def run_module(

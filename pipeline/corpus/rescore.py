@@ -71,16 +71,11 @@ def _rescore_group(model: PreTrainedModel, group: Sequence[FinishedRow], topk: i
     for i, finished in enumerate(group):
         first = len(finished.row.prompt_token_ids) - 1
         hidden_NH = hidden_BLH[i, first : first + len(finished.token_ids)]
-        parts = [_top(_logits(head, part_NH), topk) for part_NH in hidden_NH.split(_HEAD_POSITIONS)]
+        parts = [_top(head.logits(part_NH), topk) for part_NH in hidden_NH.split(_HEAD_POSITIONS)]
         finished.topk_ids = np.concatenate([ids for ids, _ in parts])
         finished.topk_logprobs = np.concatenate([logprobs for _, logprobs in parts])
         if not np.isfinite(finished.topk_logprobs[:, 0]).all():
             finished.failure, finished.topk_ids, finished.topk_logprobs = NON_FINITE, None, None
-
-
-def _logits(head: LMHead, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """fp32, scaled and capped as the model's own forward does: Granite, Cohere and Gemma 2 do one or the other."""
-    return head.finish(head.project(hidden_NH, head.weight_VH.dtype))
 
 
 def _top(logits_NV: torch.Tensor, topk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -96,12 +96,17 @@ def question_of(row: Row, column: str) -> Any:
     return value
 
 
+def printable(value: Any) -> str:
+    """A name or domain: what is no text in the file's encoding cannot be written to a page or a result."""
+    return str(value).encode(errors="replace").decode()
+
+
 def _record(row: Row, column: str, source: SourceConfig) -> Record:
     value, domain = question_of(row, column), None
     if source.domain_column is not None:
         domain = row.get(source.domain_column)
     system = next((row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and name != column), None)
-    domain = source.domain if domain is None else str(domain).encode(errors="replace").decode()
+    domain = source.domain if domain is None else printable(domain)
     return Record(value, domain, system, row.get("tools"))
 
 

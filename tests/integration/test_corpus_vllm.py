@@ -1,8 +1,8 @@
 """The corpus from vLLM itself, in process and by `vllm serve` on loopback: the contract, and what kills an engine."""
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ from pipeline.corpus.backends.vllm import VllmCorpusBackend
 from pipeline.corpus.target_info import load_target_info
 from pipeline.corpus_schema import CorpusConfig
 from pipeline.schema import Config, TargetConfig
+from tests.conftest import processes_below
 from tests.integration.vllm_models import NUM_TOKENS, save, tiny_llama
 from tests.unit.pipeline.corpus_contract import STOPS, check_contract, make_rows
 from tests.unit.pipeline.corpus_samples import make_context
@@ -53,12 +54,7 @@ def engine(folder: Path) -> Iterator[VllmCorpusBackend]:
 
 def engine_processes() -> set[psutil.Process]:
     """vLLM's, below this process, also below an actor."""
-    found = set()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and "EngineCor" in child.name():
-                found.add(child)
-    return found
+    return processes_below(os.getpid(), "EngineCor")
 
 
 def test_contract_in_process(engine: VllmCorpusBackend) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.corpus import read_corpus
 from pipeline.corpus.compare import compare
-from tests.conftest import ROOT
+from tests.conftest import ROOT, processes_below
 from tests.integration.vllm_models import save, tiny_llama
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -65,8 +65,7 @@ class Stage:
             time.sleep(0.005)
 
     def engines(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "EngineCor" in child.name()]
+        return list(processes_below(self.process.pid, "EngineCor"))
 
     def finish(self) -> None:
         assert self.process.wait(600) == 0, self.log.read_text()[-3000:]

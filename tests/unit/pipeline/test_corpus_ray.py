@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from pipeline.corpus.stage import run_corpus
 from pipeline.corpus.target_info import load_target_info
 from pipeline.corpus_schema import CorpusConfig
 from pipeline.schema import Config
-from tests.conftest import ROOT
+from tests.conftest import ROOT, processes_below
 from tests.unit.pipeline.corpus_contract import STOPS, check_contract, make_rows
 from tests.unit.pipeline.corpus_samples import make_context, tiny_config
 
@@ -167,14 +166,10 @@ class Killer:
         monkeypatch.setattr(RayCorpusBackend, "generate", watched)
 
     def kill(self) -> None:
-        actors = []
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # others may end meanwhile
-                if child.pid not in self.killed and "EngineActor" in " ".join(child.cmdline()):
-                    actors.append(child)
-        actors[0].send_signal(signal.SIGKILL)
-        actors[0].wait(30)
-        self.killed.append(actors[0].pid)
+        actor = next(child for child in processes_below(os.getpid(), "EngineActor") if child.pid not in self.killed)
+        actor.send_signal(signal.SIGKILL)
+        actor.wait(30)
+        self.killed.append(actor.pid)
 
 
 def equal_corpora(first: Path, second: Path) -> bool:
